@@ -1,0 +1,150 @@
+"""The nouns that flow through a training step, in the order in which they appear.
+
+Every record is frozen; a stage takes one record and returns the next.
+
+Shape legend, used in every file of this package:
+    P  prompts in a batch           G  rollouts per prompt        N  rollouts in a batch (P * G)
+    K  kept rollouts (K <= N)       T  tokens of a packed row     n  sequences in a packed row
+    S  scored positions in a row: one per response token          V  vocabulary (V_tp: one rank's shard)
+    L  response tokens of one rollout, the end-of-sequence token included where it was sampled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+# In-place reduction of a small tensor over the ranks that share one batch: reduce(tensor, "sum" | "max" | "min").
+Reduce = Callable[[Tensor, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question with its reference answer.
+
+    Example: Prompt(id="gsm8k-3", text="...", token_ids=(9906, 11), answer="42")
+    """
+
+    id: str
+    text: str  # after the chat template: exactly what token_ids encode
+    token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rollout asked for; `uid` and `seed` are fixed when it is issued, never by completion order."""
+
+    uid: int  # 0..N-1 within the step: group_id * G + sample
+    group_id: int  # slot of the prompt in the batch, 0..P-1
+    prompt: Prompt
+    seed: int  # from (run seed, step, uid): the same whatever engine or rank answers
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer as it was sampled; token ids are never decoded and encoded again."""
+
+    request: Request
+    token_ids: tuple[int, ...]  # [L]
+    log_probs: tuple[float, ...]  # [L] natural log, at the sampling temperature
+    finish_reason: FinishReason
+    text: str  # decoded without special tokens, for rewards and people only
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reward function says of one answer; `value` is NaN where no verdict could be reached."""
+
+    value: float
+    status: str  # right, wrong, no_answer, unparsable_gold, timeout, crash
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What selection sees of a batch: one row per rollout, the same on every rank, ordered by uid.
+
+    `credit` steps (see algorithms/recipes.py) return replacements of it.
+    """
+
+    seed: int
+    step: int
+    uids: Tensor  # [N] int64
+    group_ids: Tensor  # [N] int64
+    rewards: Tensor  # [N] float64, NaN where there is no verdict
+    lengths: Tensor  # [N] int64, response tokens
+    advantages: Tensor  # [N] float64; zeros until a group_advantages step has run
+    kept: Tensor  # [N] bool; all True until a selection step has run
+
+    @staticmethod
+    def new(seed: int, step: int, group_ids: Tensor, rewards: Tensor, lengths: Tensor) -> Experience:
+        """Rows in uid order; a NaN reward takes its rollout out of the batch at once (method 4, fault D05)."""
+        num = len(rewards)
+        rewards = rewards.to(torch.float64)
+        return Experience(
+            seed=seed,
+            step=step,
+            uids=torch.arange(num),
+            group_ids=group_ids.to(torch.int64),
+            rewards=rewards,
+            lengths=lengths.to(torch.int64),
+            advantages=torch.zeros(num, dtype=torch.float64),
+            kept=~rewards.isnan(),
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A kept rollout on its way through the actor; ids only, so that it can move between ranks."""
+
+    uid: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]  # [L]
+    rollout_log_probs: tuple[float, ...]  # [L]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the scoring pass says of one sample's response tokens; no gradient."""
+
+    old_log_probs: Tensor  # [L] float32
+    entropy: Tensor  # [L] float32, nats
+    ref_log_probs: Tensor | None  # [L] float32, only where a reference model is scored
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One packed row of samples, a micro-batch of one data-parallel rank.
+
+    `rows[s]` is the position in the row whose hidden state predicts `targets[s]`; prompt tokens, padding and the
+    token after a sample's end are never scored, so no label crosses a border (fault C08).
+    """
+
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarts at 0 with every sample
+    cu_seqlens: Tensor  # [n + 1] int64, borders; the last border is T
+    rows: Tensor  # [S] int64
+    targets: Tensor  # [S] int64
+    sequence: Tensor  # [S] int64, which of the row's samples, 0..n-1
+    samples: tuple[int, ...]  # indices into the rank's sample list, one per sequence that has scored rows
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """Everything the loss needs beside the new log-probs, for the scored rows of one TokenBatch."""
+
+    old_log_probs: Tensor  # [S]
+    rollout_log_probs: Tensor  # [S]
+    ref_log_probs: Tensor | None  # [S]
+    advantages: Tensor  # [S] that of the sample
+    keep: Tensor  # [S] bool: in T, the selected tokens
+    weights: Tensor  # [S] float32: c_i / Z of method 1.10, global over ranks and micro-batches; 0 for dropped tokens
+    sequence: Tensor  # [S] int64
+    num_sequences: int

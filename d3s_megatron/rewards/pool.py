@@ -1,0 +1,245 @@
+"""Judging in processes that can be killed: results in order, a hard deadline an answer, nothing left behind.
+
+Rules:
+- An answer has `deadline_seconds` in all. The first try may use FIRST_TRY of it; what hangs or crashes there is tried
+  once more in the rest, in another process. Then its status is `timeout` or `crash` and it has no value.
+- `num_workers` answers are judged at a time. One that takes longer than a moment no longer counts: it keeps its own
+  process until its deadline, and another worker takes the place, so one hostile answer in eight does not hold up
+  the rest. At most EXTRA such processes stand beside the working ones.
+- A worker is replaced after ANSWERS_PER_WORKER answers, so that caches of the mathematics library cannot grow for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from d3s_megatron.rewards.nursery import receive_int, receive_message, send_int, send_message
+
+FIRST_TRY = 0.4  # share of the deadline; the retry gets the larger part, as it is there for a loaded machine
+EXTRA = 16  # slow answers that may keep a process each, beside the working ones
+ANSWERS_PER_WORKER = 5000
+_SLOW_SECONDS = 0.25  # longer than any ordinary answer takes; at most a tenth of the deadline
+_SETUP = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+from d3s_megatron.rewards.nursery import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of one answer; `value` is None for timeout and crash."""
+
+    value: float | None
+    status: str
+
+
+@dataclass(eq=False)
+class _Worker:
+    pid: int
+    sock: socket.socket
+    num_answers: int = 0
+    job: _Job | None = None
+
+
+@dataclass
+class _Job:
+    index: int
+    retry: bool
+    started: float
+    limit: float  # seconds
+    slow: bool = False
+
+
+class WorkerPool:
+    """Workers that run `judge` (`module:function` of (text, gold)); safe to call from any thread, one call at a time.
+
+    Args:
+        judge: import path; it returns a value, or (value, status).
+        num_workers: answers judged side by side.
+        deadline_seconds: for one answer, retry included.
+        memory_limit_mb: address space of one worker; 0 for no limit.
+
+    Raises:
+        ValueError: the judge cannot be imported.
+    """
+
+    def __init__(self, judge: str, num_workers: int, deadline_seconds: float, memory_limit_mb: int) -> None:
+        self._num_workers = num_workers
+        self._deadline = deadline_seconds
+        self._slow = min(_SLOW_SECONDS, deadline_seconds / 10)
+        self._settings = {"judge": judge, "memory_limit_mb": memory_limit_mb}
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._closed = False
+        self._start_nursery()
+
+    def map(self, items: Sequence[tuple[str, str]]) -> list[Judged]:
+        """Judge every (text, gold); results in the order of `items`."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this pool of reward workers has been closed")
+            try:
+                return self._run(items)
+            finally:  # an interrupt must not leave an answer of this call to be read by the next
+                for worker in list(self._busy):
+                    self._discard(worker)
+
+    def close(self) -> None:
+        """End every process of the pool; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+            for worker in self._idle:
+                worker.sock.close()
+            self._idle.clear()
+            self._end_nursery()
+
+    def _run(self, items: Sequence[tuple[str, str]]) -> list[Judged]:
+        results: list[Judged | None] = [None] * len(items)
+        waiting: deque[tuple[int, bool]] = deque((index, False) for index in range(len(items)))
+
+        def failed(job: _Job, status: str) -> None:
+            if job.retry:
+                results[job.index] = Judged(None, status)
+            else:
+                waiting.appendleft((job.index, True))
+
+        with selectors.DefaultSelector() as selector:
+            while waiting or self._busy:
+                working = sum(not worker.job.slow for worker in self._busy if worker.job)
+                while waiting and working < self._num_workers and len(self._busy) < self._num_workers + EXTRA:
+                    index, retry = waiting.popleft()
+                    worker = self._hand_out(items[index], index, retry)
+                    selector.register(worker.sock, selectors.EVENT_READ, worker)
+                    working += 1
+
+                for key, _ in selector.select(self._next_check(time.monotonic())):
+                    worker, job = key.data, key.data.job
+                    selector.unregister(worker.sock)
+                    try:
+                        value, status, message = receive_message(worker.sock)
+                    except (EOFError, ConnectionResetError):
+                        value, status, message = None, "crash", "the worker process died"
+                        self._discard(worker)
+                    else:
+                        self._take_back(worker)
+                    if status == "crash":
+                        logger.warning("judging answer %d of this batch crashed: %s", job.index, message)
+                        failed(job, "crash")
+                    else:
+                        results[job.index] = Judged(value, status)
+
+                now = time.monotonic()
+                for worker in list(self._busy):
+                    job = worker.job
+                    assert job is not None
+                    job.slow = now - job.started > self._slow
+                    if now - job.started > job.limit:
+                        selector.unregister(worker.sock)
+                        self._discard(worker)
+                        failed(job, "timeout")
+        assert all(result is not None for result in results)
+        return results  # type: ignore[return-value]
+
+    def _next_check(self, now: float) -> float | None:
+        times = [job.started + (job.limit if job.slow else self._slow) for job in (w.job for w in self._busy) if job]
+        return max(0.0, min(times) - now) + 0.001 if times else None
+
+    def _hand_out(self, item: tuple[str, str], index: int, retry: bool) -> _Worker:
+        worker = self._idle.pop() if self._idle else self._spawn()
+        try:
+            send_message(worker.sock, item)
+        except (BrokenPipeError, ConnectionResetError):  # it died while idle, perhaps by the kernel's memory killer
+            self._discard(worker)
+            worker = self._spawn()
+            send_message(worker.sock, item)
+        limit = self._deadline * ((1 - FIRST_TRY) if retry else FIRST_TRY)
+        worker.job = _Job(index, retry, time.monotonic(), limit)
+        self._busy.add(worker)
+        return worker
+
+    def _take_back(self, worker: _Worker) -> None:
+        self._busy.discard(worker)
+        worker.job = None
+        worker.num_answers += 1
+        if worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
+            self._discard(worker)
+        else:
+            self._idle.append(worker)
+
+    def _spawn(self) -> _Worker:
+        try:
+            return self._fork_worker()
+        except (BrokenPipeError, ConnectionResetError, EOFError):  # the nursery was killed, and its workers with it
+            logger.warning("the process that raises reward workers died; starting another")
+            self._end_nursery()
+            self._start_nursery()
+            return self._fork_worker()
+
+    def _fork_worker(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"s"], [theirs.fileno()])
+                return _Worker(receive_int(self._control), ours)
+        except BaseException:
+            ours.close()
+            raise
+
+    def _discard(self, worker: _Worker) -> None:
+        self._busy.discard(worker)
+        worker.job = None
+        worker.sock.close()
+        try:
+            self._control.sendall(b"k")
+            send_int(self._control, worker.pid)
+            receive_int(self._control)
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            pass  # no nursery, no worker; the next spawn starts another
+
+    def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _SETUP, str(theirs.fileno()), str(os.getpid()), path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what a reward function prints must not mix with the program's output
+                start_new_session=True,  # Ctrl-C is for the trainer, which then closes the pool
+                # Fixed hashing: the same verdict for the same answer in every run. One thread: many small processes.
+                env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        self._control = ours
+        self._end_nursery = weakref.finalize(self, _end, ours, process)
+        send_message(ours, self._settings)
+        try:
+            error = receive_message(ours)["error"]
+        except (EOFError, ConnectionResetError):
+            error = f"the process ended with status {process.wait()}"
+        if error is not None:
+            self._end_nursery()
+            raise ValueError(
+                f"rewards: cannot load {self._settings['judge']!r}: {error}; check the module and its name"
+            )
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.wait()

@@ -146,5 +146,6 @@ class LossBatch:
     advantages: Tensor  # [S] that of the sample
     keep: Tensor  # [S] bool: in T, the selected tokens
     weights: Tensor  # [S] float32: c_i / Z of method 1.10, global over ranks and micro-batches; 0 for dropped tokens
+    kl_weights: Tensor  # [S] float32: the same for the KL term, which may cover dropped tokens too
     sequence: Tensor  # [S] int64
     num_sequences: int

@@ -1,0 +1,85 @@
+"""Lets megatron-core run where there is no GPU; nothing here does anything where `torch.cuda.is_available()`.
+
+megatron-core names the CUDA device in many places. `install` replaces the few module functions that would raise,
+once, and `as_cpu` is the context in which the actor calls megatron: inside it `device="cuda"` means the CPU.
+Left out on purpose: CUDA generators. Dropout is 0 here, and megatron's inference RNG tracker, whose fork does
+nothing, stands in for the real one (see parallel.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def needed() -> bool:
+    """True where megatron-core has to be told that the CPU is its device."""
+    return not torch.cuda.is_available()
+
+
+class _Inert:
+    """Stands in for a CUDA stream or event: every method exists and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Inert:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return None
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait_stream = wait_event = wait = record = record_event = synchronize = _nothing
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Turns the CUDA device into the CPU in every torch call made inside the mode."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers sort parameters by this string and refuse what they do not know.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if any(_is_cuda(arg) for arg in args):
+            args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Makes the module functions of torch.cuda that megatron-core calls harmless; does nothing on a GPU machine."""
+    if not needed():
+        return
+    torch.cuda.current_device = lambda: CPU  # pipeline buffers and parameters are made on it
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.cuda.current_stream = lambda *args, **kwargs: _Inert()  # 0.19 asks for streams; a CUDA build would raise
+    torch.cuda.default_stream = lambda *args, **kwargs: _Inert()
+    torch.cuda.Stream = torch.cuda.stream = torch.cuda.Event = _Inert
+
+
+@contextlib.contextmanager
+def as_cpu() -> Iterator[None]:
+    """The context of every call into megatron-core; a no-op on a GPU machine."""
+    if not needed():
+        yield
+        return
+    with _CpuForCuda():
+        yield

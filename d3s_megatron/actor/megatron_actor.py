@@ -1,0 +1,176 @@
+"""The Megatron actor: a policy that scores samples, takes optimizer steps and streams its weights out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from d3s_megatron.actor import cpu_device
+from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
+from d3s_megatron.actor.model import DTYPES, build_model
+from d3s_megatron.actor.packing import fill_up, pack, split_rows
+from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
+from d3s_megatron.actor.passes import Head, LossFn, score_pass, update_pass
+from d3s_megatron.actor.weights import load_weights, weight_stream
+from d3s_megatron.convert import HFFolder, read_shape
+from d3s_megatron.types import LossBatch, Sample, Scores, TokenBatch
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step did; `totals` are the loss and the metrics, summed over ranks and micro-batches."""
+
+    totals: Tensor  # [1 + M] float64
+    grad_norm: float  # before clipping; NaN where the step was not taken
+    lr: float
+    stepped: bool
+
+
+class MegatronActor:
+    """A model on megatron-core with its optimizer; every method is a collective over all ranks.
+
+    Args:
+        model_path: a Hugging Face folder.
+        temperature: that of the rollouts; log-probs and entropies are those of softmax(logits / temperature).
+        num_optimizer_steps: length of the learning-rate schedule.
+        with_reference: keep a frozen copy of the first weights and score it too.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: ActorConfig,
+        optimizer: OptimizerConfig,
+        layout: Layout,
+        temperature: float,
+        num_optimizer_steps: int,
+        with_reference: bool = False,
+    ) -> None:
+        self.config, self.layout = config, layout
+        self.shape = read_shape(model_path)
+        self.head = Head(self.shape.vocab_size, temperature, config.max_logits_mb * 2**20)
+        folder = HFFolder(model_path)
+        with cpu_device.as_cpu():
+            self.model = build_model(self.shape, config, layout)
+            load_weights(self.model, folder, self.shape, config, layout)
+            self.reference = None
+            if with_reference:
+                self.reference = build_model(self.shape, config, layout).requires_grad_(False)
+                load_weights(self.reference, folder, self.shape, config, layout)
+            self.ddp = DistributedDataParallel(
+                config=self.model.config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=config.use_distributed_optimizer,
+                    overlap_grad_reduce=False,
+                ),
+                module=self.model,
+            )
+            self.model.config.finalize_model_grads_func = _finalize
+            self.optimizer = _make_optimizer(self.ddp, config, optimizer)
+            self.scheduler = _make_scheduler(self.optimizer, optimizer, num_optimizer_steps)
+            self.model.config.grad_scale_func = self.optimizer.scale_loss
+
+    def score(self, samples: Sequence[Sample], temperature_rows: int | None = None) -> list[Scores]:
+        """Log-probs and entropies of every response token of this rank's samples, with no gradient."""
+        rows = self._rows(samples, None)
+        with cpu_device.as_cpu():
+            log_probs, entropy = score_pass(self.ddp, rows, self.head, self.layout)
+            ref = None
+            if self.reference is not None:
+                ref, _ = score_pass(self.reference, rows, self.head, self.layout)
+        num = len(samples)
+        by_sample = [split_rows(values, rows, num) for values in (log_probs, entropy)]
+        refs = [None] * num if ref is None else split_rows(ref, rows, num)
+        return [Scores(*parts) for parts in zip(*by_sample, refs, strict=True)]
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        scored: Sequence[Tensor],
+        loss_batches,
+        loss_fn: LossFn,
+        num_metrics: int,
+    ) -> UpdateResult:
+        """One optimizer step on this rank's samples.
+
+        Args:
+            samples: this rank's share of the mini-batch.
+            scored: per sample the response tokens [L] bool whose log-probs the loss reads.
+            loss_batches: TokenBatch -> LossBatch for those rows.
+            loss_fn: the loss, already divided by its global normaliser.
+            num_metrics: length of the metrics vector that `loss_fn` returns.
+        """
+        rows = self._rows(samples, scored)
+        losses: list[LossBatch] = [loss_batches(row) for row in rows]
+        with cpu_device.as_cpu():
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
+            lr = self.optimizer.param_groups[0]["lr"]
+            if not math.isfinite(totals[0]):
+                return UpdateResult(totals, math.nan, lr, stepped=False)
+            stepped, grad_norm, _ = self.optimizer.step()
+            self.scheduler.step(increment=1)
+        return UpdateResult(totals, float(grad_norm), lr, stepped=bool(stepped))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end."""
+        return weight_stream(self.model, self.shape, self.layout)
+
+    def _rows(self, samples: Sequence[Sample], scored: Sequence[Tensor] | None) -> list[TokenBatch]:
+        """This rank's rows, as many as the busiest data-parallel rank has."""
+        multiple = self.layout.tp_size if self.config.sequence_parallel else 1
+        rows = pack(samples, self.config.max_tokens_per_microbatch, multiple, scored)
+        most = torch.tensor([max(1, len(rows))])
+        data_parallel_reduce(self.layout)(most, "max")
+        return fill_up(rows, int(most), multiple)
+
+
+def _finalize(model, num_tokens=None, **kwargs) -> None:
+    """megatron's gradient reduction without its division: the loss carries its global normaliser already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _make_optimizer(ddp, config: ActorConfig, optimizer: OptimizerConfig):
+    dtype = DTYPES[config.dtype]
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+        ),
+        [ddp],
+    )
+
+
+def _make_scheduler(megatron_optimizer, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        megatron_optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(num_steps, config.warmup_steps + 1),
+        lr_decay_style=config.lr_schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=max(num_steps, 1),
+        wd_incr_style="constant",
+    )

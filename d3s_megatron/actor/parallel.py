@@ -1,0 +1,133 @@
+"""Process groups: one process per rank, started by torchrun (or alone), and where a rank stands in the layout."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from d3s_megatron.actor import cpu_device
+from d3s_megatron.actor.config import ActorConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the layout and this rank's place in it."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def check_layout(config: ActorConfig, world_size: int) -> None:
+    """ValueError where the world does not hold a whole number of model replicas; needs no process group."""
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise ValueError(
+            f"{world_size} processes cannot hold replicas of actor.tensor_model_parallel_size {tp} x "
+            f"actor.pipeline_model_parallel_size {pp} ranks: start a multiple of {tp * pp} processes, or lower them"
+        )
+
+
+def world_size_from_env() -> int:
+    """Number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init_parallel(config: ActorConfig) -> Layout:
+    """Joins the process group and makes megatron-core's groups; gloo without a GPU, NCCL with one."""
+    cpu_device.install()
+    if "RANK" not in os.environ:  # plain python: a world of one, on a free port, so that two runs never meet
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    check_layout(config, world_size_from_env())
+    device = cpu_device.CPU
+    if not cpu_device.needed():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            timeout=datetime.timedelta(minutes=config.timeout_minutes),
+        )
+    with cpu_device.as_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        )
+        if device.type == "cpu":
+            # Its fork() does nothing, so attention asks for no CUDA generator.
+            tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    return Layout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+    )
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+    on_device = tensor.to(device)
+    dist.all_reduce(on_device, op=_OPS[op], group=group)
+    if on_device is not tensor:
+        tensor.copy_(on_device)
+    return tensor
+
+
+def data_parallel_reduce(layout: Layout):
+    """The `Reduce` (types.py) over the ranks that hold different samples."""
+    group = parallel_state.get_data_parallel_group()
+    return lambda tensor, op: _reduce(tensor, op, group, layout.device)
+
+
+def world_reduce(layout: Layout):
+    """The `Reduce` (types.py) over all ranks."""
+    return lambda tensor, op: _reduce(tensor, op, None, layout.device)
+
+
+def gather_rows(local: Tensor, layout: Layout) -> list[Tensor]:
+    """1-D CPU tensors of unequal length, one a rank, to the list of all of them on every rank."""
+    sizes = torch.zeros(layout.world_size, dtype=torch.int64)
+    sizes[layout.rank] = len(local)
+    world_reduce(layout)(sizes, "sum")
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=local.dtype, device=layout.device)
+    padded[: len(local)] = local.to(layout.device)
+    out = [torch.empty_like(padded) for _ in range(layout.world_size)]
+    dist.all_gather(out, padded)
+    return [rows[:size].cpu() for rows, size in zip(out, sizes.tolist(), strict=True)]
+
+
+def shutdown() -> None:
+    """Leaves the process groups; a later `init_parallel` starts afresh."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""Forward and backward passes over packed rows, through megatron-core's own pipeline schedules.
+
+Every rank of a model replica calls these with the same rows; what only the last stage knows is sent to the others,
+so that all ranks go on with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from d3s_megatron import ops
+from d3s_megatron.actor.attention import PackedRow, pack_row
+from d3s_megatron.actor.model import ActorModel, head_rows
+from d3s_megatron.actor.packing import same_length
+from d3s_megatron.actor.parallel import Layout
+from d3s_megatron.types import LossBatch, TokenBatch
+
+# What the actor is given as its loss: (log-probs [S], LossBatch) -> (summed loss, summed metrics [M]).
+LossFn = Callable[[Tensor, LossBatch], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """How the output layer is read."""
+
+    vocab_size: int  # columns from here on are padding
+    temperature: float
+    max_logits_bytes: int
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """One micro-batch on the device."""
+
+    token_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    packed: PackedRow
+    rows: Tensor  # [S]
+    targets: Tensor  # [S]
+    loss_batch: LossBatch | None
+
+
+def _micros(rows: Sequence[TokenBatch], losses: Sequence[LossBatch] | None, layout: Layout) -> list[_Micro]:
+    if layout.pp_size > 1:
+        rows = same_length(list(rows))
+    device = layout.device
+    return [
+        _Micro(
+            token_ids=row.token_ids[None].to(device),
+            position_ids=row.position_ids[None].to(device),
+            packed=pack_row(row.cu_seqlens, row.position_ids, device),
+            rows=row.rows.to(device),
+            targets=row.targets.to(device),
+            loss_batch=None if losses is None else losses[i],
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _chunk(module) -> ActorModel:
+    """The model inside megatron's data-parallel wrapper, or the model itself."""
+    return getattr(module, "module", module)
+
+
+def _hidden(module, micro: _Micro) -> Tensor:
+    return module(
+        input_ids=micro.token_ids,
+        position_ids=micro.position_ids,
+        attention_mask=None,
+        packed_seq_params=micro.packed,
+    )
+
+
+def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
+    """(log-probs [S], entropy [S]) of the scored rows, in row chunks where no gradient is wanted."""
+    states, weight = head_rows(model, hidden, micro.rows), model.output_weight()
+    chunk = len(states)
+    if not torch.is_grad_enabled():
+        chunk = max(1, head.max_logits_bytes // (4 * weight.shape[0]))
+    parts = [
+        ops.logprob_entropy(
+            states[i : i + chunk] @ weight.t(),
+            micro.targets[i : i + chunk],
+            temperature=head.temperature,
+            vocab_size=head.vocab_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            overwrite_logits=True,
+        )
+        for i in range(0, max(1, len(states)), max(1, chunk))
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _run(module, micros: list[_Micro], step, forward_only: bool) -> list:
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(micros),
+        model=[module],
+        num_microbatches=len(micros),
+        seq_length=micros[0].token_ids.shape[1],
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _from_last_stage(tensor: Tensor) -> Tensor:
+    """The same tensor on every rank of the model replica: that of the last stage's first TP rank."""
+    group = parallel_state.get_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    # Ranks of a replica are ordered stage by stage, TP ranks innermost.
+    dist.broadcast(tensor, src=ranks[-tp_size], group=group)
+    return tensor
+
+
+def score_pass(module, rows: Sequence[TokenBatch], head: Head, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all scored positions of `rows`, in order, without a gradient.
+
+    Returns:
+        (log-probs [sum S], entropy [sum S]), float32 on the CPU, the same on every rank of the replica.
+    """
+
+    def step(iterator, module):
+        micro = next(iterator)
+        hidden = _hidden(module, micro)
+        if not layout.is_last_stage:
+            return hidden, None
+        both = torch.stack(_log_probs(_chunk(module), hidden, micro, head))
+        return both, lambda output, non_loss_data: output
+
+    module.eval()
+    with torch.no_grad():
+        outputs = _run(module, _micros(rows, None, layout), step, forward_only=True)
+    module.train()
+    total = sum(len(row.rows) for row in rows)
+    both = torch.zeros(2, total, device=layout.device)
+    if layout.is_last_stage:
+        both = torch.cat(outputs, dim=1).contiguous()
+    both = _from_last_stage(both).cpu()
+    return both[0], both[1]
+
+
+def update_pass(
+    module,
+    rows: Sequence[TokenBatch],
+    losses: Sequence[LossBatch],
+    loss_fn: LossFn,
+    num_metrics: int,
+    head: Head,
+    layout: Layout,
+) -> Tensor:
+    """Accumulates the gradients of the summed loss; returns the summed loss and metrics [1 + M] over all ranks."""
+
+    def step(iterator, module):
+        micro = next(iterator)
+        hidden = _hidden(module, micro)
+        if not layout.is_last_stage:
+            return hidden, None
+        log_probs, _ = _log_probs(_chunk(module), hidden, micro, head)
+
+        def loss_func(output: Tensor):
+            loss, metrics = loss_fn(output, micro.loss_batch)
+            report = torch.cat([loss.detach()[None].double(), metrics.detach().double()])
+            return loss, torch.ones((), dtype=torch.int, device=output.device), report
+
+        return log_probs, loss_func
+
+    outputs = _run(module, _micros(rows, losses, layout), step, forward_only=False)
+    total = torch.zeros(1 + num_metrics, dtype=torch.float64, device=layout.device)
+    if layout.is_last_stage:
+        total = torch.stack(outputs).sum(0)
+    _from_last_stage(total)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.cpu()

@@ -1,0 +1,77 @@
+"""What a user may say about the algorithm; see recipes.py for what each name is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The recipe, how much it keeps, and its loss."""
+
+    name: str = "d3s"
+    """grpo, gspo, pods, d1s, d1s-c, d2s, d3s, d3s-i, or gspo+NAME for NAME's selection with the sequence ratio."""
+    samples_per_prompt: int = 32
+    """G, rollouts generated for each prompt."""
+    kept_per_prompt_init: int = 8
+    """N at the first step: rollouts kept per prompt (cross-group selection keeps N x prompts in all)."""
+    kept_per_prompt_final: int = 32
+    """N at the last step; recipes with a constant schedule use only the first value."""
+    token_share_init: float = 0.1
+    """rho at the first step: share of the kept rollouts' response tokens that are trained on."""
+    token_share_final: float = 0.4
+    """rho at the last step; recipes with a constant schedule use only the first value."""
+    schedule: Literal["constant", "linear"] | None = None
+    """How N and rho move from first to last value; unset takes the recipe's own."""
+    drop_zero: bool = False
+    """Drop kept rollouts whose advantage is 0, instead of keeping exactly N."""
+    normalize_std: bool = True
+    """Divide advantages by the group's sample standard deviation; off gives Dr. GRPO's advantages."""
+    token_entropy: Literal["old", "current"] = "old"
+    """Entropy of the token score: scored once a batch, or again before every optimizer step."""
+    loss_normalization: Literal["token_mean", "seq_mean_selected", "seq_mean_full", "dr_grpo"] = "token_mean"
+    """How the summed token losses are divided; always by global counts."""
+    clip_low: float | None = None
+    """Lower clip range of the ratio; unset takes 0.2 (token ratio) or 3e-4 (sequence ratio)."""
+    clip_high: float | None = None
+    """Upper clip range of the ratio; unset takes 0.2 (token ratio) or 4e-4 (sequence ratio)."""
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss for negative advantages, c x abs(advantage); unset switches it off."""
+    kl_beta: float | None = None
+    """Weight of the KL to the first weights; unset takes 1e-3 (token ratio) or 0 (sequence ratio)."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL; as a loss only k2 has the KL's own gradient on average, k1's is zero."""
+    kl_tokens: Literal["kept", "all"] = "kept"
+    """Whether the KL is taken on the kept tokens or on all tokens of the kept rollouts."""
+    num_minibatches: int = 1
+    """Optimizer steps per pass over the kept rollouts."""
+    num_epochs: int = 1
+    """Passes over the kept rollouts of a batch."""
+
+    def __post_init__(self) -> None:
+        group, first, last = self.samples_per_prompt, self.kept_per_prompt_init, self.kept_per_prompt_final
+        if group < 2:
+            raise ValueError(
+                f"algorithm.samples_per_prompt is {group}: a group of one has no baseline, give at least 2"
+            )
+        for name, kept in (("init", first), ("final", last)):
+            if not 2 <= kept <= group:
+                raise ValueError(
+                    f"algorithm.kept_per_prompt_{name} is {kept}: give 2 to samples_per_prompt ({group}), "
+                    "as a variance needs 2 values and no more than a group can be kept"
+                )
+        for name in ("token_share_init", "token_share_final"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name} is {getattr(self, name)}: give a share above 0 and at most 1")
+        for name in ("clip_low", "clip_high", "kl_beta"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"algorithm.{name} is {value}: it must not be negative")
+        if self.clip_low is not None and self.clip_low >= 1:
+            raise ValueError(f"algorithm.clip_low is {self.clip_low}: a ratio cannot fall below 0, give less than 1")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip is {self.dual_clip}: give more than 1, or leave it unset")
+        for name in ("num_minibatches", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"algorithm.{name} is {getattr(self, name)}: give at least 1")

@@ -1,0 +1,56 @@
+"""What selection did to a batch, in numbers that are logged at every step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from d3s_megatron.types import Experience
+
+
+def _variance(values: Tensor) -> float:
+    return float(values.var()) if len(values) > 1 else 0.0  # ddof 1, as the method's
+
+
+def useful_groups(experience: Experience) -> tuple[int, int]:
+    """(groups with rewards that differ, groups) among the groups that the kept rollouts come from."""
+    valid = ~experience.rewards.isnan()
+    useful = total = 0
+    for group in experience.group_ids[experience.kept].unique():
+        rewards = experience.rewards[(experience.group_ids == group) & valid]
+        useful += bool(rewards.max() > rewards.min())
+        total += 1
+    return useful, total
+
+
+def selection_metrics(before: Experience, after: Experience) -> dict[str, float]:
+    """Metrics of one selection; `before` has all rollouts with a verdict kept.
+
+    sur: share of the groups in the training set whose rewards differ (method 3.4 and 4, row 26).
+    effective_samples: (sum abs(A))^2 / sum A^2 over the kept rollouts: how many share the signal.
+    sign_balance: (positive - negative) / (positive + negative) advantages kept; 0 is even.
+    """
+    valid = before.kept
+    rewards = before.rewards[valid]
+    kept = after.advantages[after.kept]
+    useful_all, num_all = useful_groups(before)
+    useful, num_groups = useful_groups(after)
+    positive, negative = int((kept > 0).sum()), int((kept < 0).sum())
+    square = float((kept**2).sum())
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else float("nan"),
+        "reward_std": _variance(rewards) ** 0.5,
+        "num_rollouts": len(valid),
+        "num_without_verdict": int((~valid).sum()),
+        "num_kept": int(after.kept.sum()),
+        "kept_share": float(after.kept.sum()) / max(1, len(valid)),
+        "sur_all": useful_all / max(1, num_all),
+        "sur": useful / max(1, num_groups),
+        "nonzero_advantage_share": float((kept != 0).double().mean()) if len(kept) else 0.0,
+        # Recipes that select before they normalise have no advantages of dropped rollouts.
+        "advantage_variance_all": _variance(after.advantages[valid]),
+        "advantage_variance_kept": _variance(kept),
+        "effective_samples": float(kept.abs().sum()) ** 2 / square if square else 0.0,
+        "sign_balance": (positive - negative) / max(1, positive + negative),
+        "response_length": float(before.lengths.double().mean()),
+        "response_length_kept": float(after.lengths[after.kept].double().mean()) if len(kept) else 0.0,
+    }

@@ -1,0 +1,56 @@
+"""Sample selection (method 1.6, 1.7): the subset of maximum variance, in each group or over the whole batch.
+
+The advantages of what is kept stay as they are: nothing is normalised again (method 4, row 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from d3s_megatron import ops
+from d3s_megatron.types import Experience
+
+MIN_KEPT = 2  # a variance needs two values (method 4, row 9)
+
+
+def tie_keys(experience: Experience) -> Tensor:
+    """[N] int64 pseudo-random order of equal values, from (seed, step, uid); never arrival order."""
+    return ops.mix64(experience.seed, experience.step, experience.uids)
+
+
+@dataclass(frozen=True)
+class MaxVariance:
+    """Credit step: keeps the rollouts whose rewards or advantages have the largest variance.
+
+    With scope "group" each group keeps N; with "batch" the pool is every rollout of the batch and N x groups are
+    kept, wherever they come from. A pool smaller than that is kept whole.
+    """
+
+    of: Literal["reward", "advantage"]
+    scope: Literal["group", "batch"]
+    drop_zero: bool = False
+
+    gives = "selection"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({self.of + "s"})
+
+    def __call__(self, experience: Experience, num_kept: int) -> Experience:
+        pool = experience.kept.nonzero().flatten()  # [n] rollouts with a verdict
+        if not len(pool):
+            return experience
+        values = experience.rewards if self.of == "reward" else experience.advantages
+        groups = experience.group_ids[pool] if self.scope == "group" else None
+        budget = num_kept if self.scope == "group" else num_kept * len(experience.group_ids.unique())
+        chosen = ops.max_variance_subset(
+            values[pool], max(MIN_KEPT, budget), tie_keys(experience)[pool], segments=groups
+        )
+        kept = experience.kept.new_zeros(len(experience.kept))
+        kept[pool[chosen]] = True
+        if self.drop_zero:
+            kept &= experience.advantages != 0
+        return replace(experience, kept=kept)

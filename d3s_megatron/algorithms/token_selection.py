@@ -1,0 +1,55 @@
+"""Token selection (method 1.8): the top share of all response tokens of the kept rollouts by abs(A) x entropy.
+
+One ranking over the whole batch and all data-parallel ranks; the scores themselves never leave their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from d3s_megatron import ops
+from d3s_megatron.types import Reduce, Sample, Scores
+
+
+@dataclass(frozen=True)
+class AllTokens:
+    """Every response token of the kept rollouts is trained on."""
+
+    uses_share = False
+
+    def __call__(
+        self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
+    ) -> list[Tensor]:
+        return [torch.ones(len(sample.response_ids), dtype=torch.bool) for sample in samples]
+
+
+@dataclass(frozen=True)
+class TopShare:
+    """The `share` of tokens with the highest abs(advantage) x entropy, exactly k of them over all ranks."""
+
+    uses_share = True
+
+    def __call__(
+        self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
+    ) -> list[Tensor]:
+        """Per sample a mask [L] bool; ties fall by (hash of seed, step and uid; position).
+
+        Args:
+            samples, scores: this rank's kept rollouts.
+            share: rho, in (0, 1].
+            reduce: reduction over the data-parallel ranks.
+        """
+        lengths = [len(sample.response_ids) for sample in samples]
+        flat = torch.cat(
+            [torch.zeros(0)] + [abs(s.advantage) * score.entropy for s, score in zip(samples, scores, strict=True)]
+        )
+        uids = torch.tensor([sample.uid for sample in samples], dtype=torch.int64)
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        keys = ops.mix64(seed, step, uids) if len(uids) else uids
+        position = torch.cat([torch.zeros(0, dtype=torch.int64)] + [torch.arange(length) for length in lengths])
+        mask = ops.top_share(flat.float(), share, keys.repeat_interleave(counts), position, reduce)
+        return list(mask.split(lengths))

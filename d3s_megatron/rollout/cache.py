@@ -1,0 +1,54 @@
+"""A key-value cache that grows by doubling: appending one token does not copy all the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+_FIRST_ROOM = 64  # tokens of room made at the first growth; short answers then never copy again
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values [B, heads, tokens, head width]: views of buffers with room to spare."""
+
+    _buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Appends the new tokens and returns all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        old = self.keys.shape[-2]
+        new = old + key_states.shape[-2]
+        if self._buffers is None or self._buffers[0].shape[-2] < new:
+            room = max(new, old + max(old, _FIRST_ROOM))
+            self._buffers = _with_room(self.keys, room), _with_room(self.values, room)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, old:new] = states
+        self.keys, self.values = (buffer[:, :, :new] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the given rows [B'] of the batch, in that order; a row may come several times."""
+        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        self._buffers = None
+
+
+def _with_room(states: Tensor, room: int) -> Tensor:
+    batch, heads, tokens, width = states.shape
+    buffer = torch.empty(batch, heads, room, width, dtype=states.dtype, device=states.device)
+    buffer[:, :, :tokens] = states
+    return buffer
+
+
+def new_cache() -> Cache:
+    """An empty cache for any number of full-attention layers."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
+
+
+def select_rows(cache: Cache, rows: Tensor) -> None:
+    """Keeps the given rows [B'] of the batch in every layer."""
+    for layer in cache.layers:
+        layer.select(rows)

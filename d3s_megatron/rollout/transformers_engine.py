@@ -1,0 +1,194 @@
+"""The built-in engine: a Hugging Face model, decoded in batches in this process.
+
+1. Rows are ordered by prompt, so that the G requests of a prompt sit together, and cut into batches.
+2. Each distinct prompt is run once; its cache rows are then repeated for its requests.
+3. All rows of a batch decode in step; finished rows leave once enough of them have gathered.
+
+Left out: refilling a batch with new requests, paged caches, tensor parallelism. The vLLM engine is for those.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from d3s_megatron.rollout.cache import new_cache, select_rows
+from d3s_megatron.rollout.config import RolloutConfig
+from d3s_megatron.rollout.engine import Sampling
+from d3s_megatron.rollout.sampling import sample_tokens
+from d3s_megatron.types import Request, Rollout
+
+# Leaving the batch copies the cache of the rows that stay; below this share of rows gone the copy costs more than
+# the decoding it saves.
+_COMPACT_SHARE = 0.25
+
+
+class TransformersEngine:
+    """A RolloutEngine on one device; see `engine.py` for what it promises."""
+
+    def __init__(self, folder: str | Path, config: RolloutConfig, device: str | torch.device = "cpu") -> None:
+        """Loads model and tokenizer from a local Hugging Face folder; raises ValueError where it is none."""
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder}: no config.json there; give a local Hugging Face model folder")
+        self.config = config
+        self.device = torch.device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, config.dtype), local_files_only=True
+        )
+        self._model = self._model.to(self.device).eval().requires_grad_(False)
+        self._eos_ids = _eos_ids(self._model, self.tokenizer, folder)
+        # The argument was renamed within the supported versions of transformers, and the old name warns.
+        names = inspect.signature(self._model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._ready = True
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """One rollout a request, in request order (contract in `engine.py`)."""
+        if not self._ready:
+            raise RuntimeError("the engine holds no whole set of weights: it was closed, or load_weights failed")
+        self._check_lengths(requests, sampling)
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        for batch in self._batches(requests):
+            ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling)
+            ids = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for row, (i, log_prob, stop) in enumerate(zip(batch, log_probs.tolist(), stopped.tolist(), strict=True)):
+                rollouts[i] = Rollout(
+                    request=requests[i],
+                    token_ids=tuple(ids[row]),
+                    log_probs=tuple(log_prob[: len(ids[row])]),
+                    finish_reason="stop" if stop else "length",
+                    text=texts[row],
+                )
+        return rollouts
+
+    @torch.no_grad()
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces every weight (contract in `engine.py`)."""
+        self._ready = False
+        weights = dict(self._model.named_parameters())  # a tied head is listed once, as the embedding
+        missing = set(weights)
+        for name, tensor in stream:
+            if name not in weights:
+                raise ValueError(
+                    f"weight {name!r} is unknown to {type(self._model).__name__} (a tied head has no name)"
+                )
+            if name not in missing:
+                raise ValueError(f"weight {name!r} came twice in one stream")
+            if tensor.shape != weights[name].shape:
+                raise ValueError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}; the engine needs {tuple(weights[name].shape)}"
+                )
+            weights[name].copy_(tensor)
+            missing.remove(name)
+        if missing:
+            raise ValueError(f"{len(missing)} weights never came, among them {sorted(missing)[:3]}; send them all")
+        self._ready = True
+
+    def close(self) -> None:
+        """Frees the model."""
+        self._ready = False
+        self._model = None
+
+    def _check_lengths(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        for request in requests:
+            num_tokens = len(request.prompt.token_ids)
+            if num_tokens == 0:
+                raise ValueError(f"prompt {request.prompt.id!r} has no tokens; an answer needs something to follow")
+            if limit is not None and num_tokens + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"prompt {request.prompt.id!r} has {num_tokens} tokens; with rollout.max_new_tokens "
+                    f"{sampling.max_new_tokens} that is over the model's {limit} positions; lower one of the two"
+                )
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Indices into `requests`, at most max_batch_size at a time, prompts of similar length together."""
+        order = sorted(range(len(requests)), key=lambda i: _prompt_key(requests[i]))
+        for first in range(0, len(order), self.config.max_batch_size):
+            yield order[first : first + self.config.max_batch_size]
+
+    @torch.inference_mode()
+    def _decode(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Answers of one batch: ids [B, L], log-probs [B, L], lengths [B], stopped [B]; past a length is garbage."""
+        device, batch = self.device, len(requests)
+        seeds = torch.tensor([_signed(request.seed) for request in requests], device=device)
+        eos_ids = torch.tensor(self._eos_ids, device=device)
+        ids = torch.zeros(batch, sampling.max_new_tokens, dtype=torch.int64, device=device)
+        log_probs = torch.zeros(batch, sampling.max_new_tokens, device=device)
+        lengths = torch.full((batch,), sampling.max_new_tokens, device=device)
+
+        prompts = list(dict.fromkeys(request.prompt.token_ids for request in requests))
+        logits, cache, pads = self._prefill(prompts)
+        width = max(map(len, prompts))
+        slot = {prompt: i for i, prompt in enumerate(prompts)}
+        source = torch.tensor([slot[request.prompt.token_ids] for request in requests], device=device)
+        logits, pads = logits[source], pads[source]
+        select_rows(cache, source)
+        padded = bool(pads.any())
+
+        rows = torch.arange(batch, device=device)  # the batch rows still decoding
+        done = torch.zeros(batch, dtype=torch.bool, device=device)
+        for step in range(sampling.max_new_tokens):
+            new_ids, new_log_probs = sample_tokens(logits, seeds[rows], step, sampling)
+            ids[rows, step], log_probs[rows, step] = new_ids, new_log_probs
+            ends = torch.isin(new_ids, eos_ids) & ~done
+            lengths[rows[ends]] = step + 1
+            done |= ends
+            num_done = int(done.sum())
+            if num_done == len(rows) or step + 1 == sampling.max_new_tokens:
+                break
+            if num_done >= _COMPACT_SHARE * len(rows):
+                stay = (~done).nonzero()[:, 0]
+                select_rows(cache, stay)
+                rows, pads, new_ids, done = rows[stay], pads[stay], new_ids[stay], done[stay]
+            logits = self._forward(new_ids[:, None], width + step, pads, padded, cache)
+        last = ids.gather(1, lengths[:, None] - 1)[:, 0]
+        return ids, log_probs, lengths, torch.isin(last, eos_ids)
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, object, Tensor]:
+        """Runs each prompt once, padded on the left: next-token logits [prompts, V], the cache, pads [prompts]."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts], device=self.device)
+        pads = torch.tensor([width - len(p) for p in prompts], device=self.device)
+        cache = new_cache()
+        return self._forward(ids, 0, pads, bool(pads.any()), cache), cache, pads
+
+    def _forward(self, ids: Tensor, start: int, pads: Tensor, padded: bool, cache: object) -> Tensor:
+        """Logits [B, V] after ids [B, T] that stand in columns start.. of a row whose first `pads` [B] are padding."""
+        end = start + ids.shape[1]
+        columns = torch.arange(end, device=self.device)
+        logits = self._model(
+            input_ids=ids,
+            position_ids=(columns[start:] - pads[:, None]).clamp(min=0),
+            attention_mask=columns >= pads[:, None] if padded else None,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_name: cache},
+        ).logits
+        return logits[:, -1]
+
+
+def _prompt_key(request: Request) -> tuple[int, tuple[int, ...]]:
+    return len(request.prompt.token_ids), request.prompt.token_ids
+
+
+def _signed(seed: int) -> int:
+    """A seed of any size as int64, by its low 64 bits."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _eos_ids(model: object, tokenizer: object, folder: Path) -> list[int]:
+    """The ids that end an answer: the folder's generation settings, else its model config, else its tokenizer."""
+    for owner in (model.generation_config, model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return list(ids) if isinstance(ids, (list, tuple)) else [ids]
+    raise ValueError(f"{folder}: no eos_token_id in generation_config.json, config.json or the tokenizer; set one")

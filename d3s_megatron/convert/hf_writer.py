@@ -129,7 +129,7 @@ def _write_weights(
 def write_tensor(descriptor: int, offset: int, tensor: Tensor) -> None:
     """Write a tensor's bytes at a byte offset of an open file."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    left = memoryview(flat.numpy())
+    left = flat.numpy().data
     while left:
         done = os.pwrite(descriptor, left, offset)
         left, offset = left[done:], offset + done

@@ -25,6 +25,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# (family, changes of its tiny config): every kind of tensor set and of rope that is supported
+VARIANTS: list[tuple[str, dict]] = [(family, {}) for family in ARCHITECTURES] + [
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"head_dim": 8}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3, "max_position_embeddings": 131072}),
+]
 
 
 def tiny_config(family: str = "qwen2", **changes) -> dict:

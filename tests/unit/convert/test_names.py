@@ -13,13 +13,7 @@ from d3s_megatron.convert.names import (
 )
 from d3s_megatron.convert.shape import read_shape
 
-from .builders import ARCHITECTURES, tiny_config
-
-VARIANTS = [(family, {}) for family in ARCHITECTURES] + [
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    ("llama", {"head_dim": 8}),
-]
+from .builders import VARIANTS, tiny_config
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)

@@ -1,0 +1,22 @@
+"""Argument checks shared by the ops; every message has the argument's name, its value and the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise ValueError(message) unless ok."""
+    if not ok:
+        raise ValueError(message)
+
+
+def require_vector(name: str, x: Tensor, dtype: torch.dtype, like: Tensor | None = None) -> None:
+    """Raise ValueError unless x is a 1-D tensor of the dtype, as long as `like` and on its device."""
+    require(isinstance(x, Tensor), f"{name} is a {type(x).__name__}; pass a torch tensor")
+    require(x.dim() == 1, f"{name} has shape {tuple(x.shape)}; pass one dimension")
+    require(x.dtype == dtype, f"{name} has dtype {x.dtype}; pass {dtype}")
+    if like is not None:
+        require(x.shape == like.shape, f"{name} has {len(x)} entries where {len(like)} are needed")
+        require(x.device == like.device, f"{name} is on {x.device}, the other tensors on {like.device}; move it")

@@ -1,0 +1,71 @@
+"""Integer packing: lengths into bins of a capacity, and into parts of even sums; the same answer everywhere."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from d3s_megatron.ops.checks import require
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put each length, in order, into the first bin it fits: bins of indices, no bin's sum above capacity.
+
+    Raises ValueError for a length that no bin can hold. At most 1.7 times the fewest bins (Garey et al. 1972).
+    """
+    for at, length in enumerate(lengths):
+        require(0 <= length <= capacity, f"lengths[{at}]={length}; a bin holds 0 to {capacity}")
+    bins: list[list[int]] = []
+    # A tree of the largest room below each node finds the first bin in log time; leaf b is bin b.
+    size = 1
+    while size < max(1, len(lengths)):
+        size *= 2
+    room = [capacity] * (2 * size)
+    for at, length in enumerate(lengths):
+        node = 1
+        while node < size:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - size == len(bins):
+            bins.append([])
+        bins[node - size].append(at)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: bool = False) -> list[list[int]]:
+    """Split indices into num_parts lists with sums as even as the largest differencing method makes them.
+
+    With equal_count every list has len(lengths) / num_parts indices. Lists are ascending, and ordered by their
+    smallest index, empty ones last. Karmarkar and Karp (1982); ties fall by index, so every rank gets the same lists.
+    Raises ValueError where num_parts < 1, or does not divide the count while equal_count is asked for.
+    """
+    require(num_parts >= 1, f"num_parts={num_parts}; pass 1 or more")
+    num = len(lengths)
+    require(
+        not equal_count or num % num_parts == 0,
+        f"{num} lengths cannot be split into {num_parts} lists of equal count; pad them or drop equal_count",
+    )
+    order = sorted(range(num), key=lambda i: (-lengths[i], i))
+    group = num_parts if equal_count else 1
+    # A state is num_parts lists with their sums, largest first; the two most uneven states are merged,
+    # the largest of one with the smallest of the other, until one is left.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for serial, start in enumerate(range(0, num, group)):
+        parts = [(int(lengths[i]), [i]) for i in order[start : start + group]]
+        parts += [(0, []) for _ in range(num_parts - len(parts))]
+        heap.append((parts[-1][0] - parts[0][0], serial, parts))
+    heapq.heapify(heap)
+    serial = len(heap)
+    while len(heap) > 1:
+        _, _, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
+        merged.sort(key=lambda part: -part[0])  # stable: equal sums keep their places
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        serial += 1
+    parts = heap[0][2] if heap else [(0, []) for _ in range(num_parts)]
+    lists = [sorted(members) for _, members in parts]
+    return sorted(lists, key=lambda members: (not members, members[:1]))

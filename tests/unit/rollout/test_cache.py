@@ -1,0 +1,24 @@
+"""The growing cache holds what a cache of plain concatenation holds."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d3s_megatron.rollout.cache import new_cache, select_rows
+
+
+@given(st.lists(st.one_of(st.integers(1, 100), st.lists(st.integers(0, 1), min_size=2, max_size=3)), max_size=8))
+def test_growing_and_selecting_equal_concatenation(actions):
+    generator = torch.Generator().manual_seed(0)
+    cache, keys, values = new_cache(), torch.empty(2, 1, 0, 2), torch.empty(2, 1, 0, 2)
+    for action in [3, *actions, 1]:
+        if isinstance(action, list):
+            rows = torch.tensor(action)
+            select_rows(cache, rows)
+            keys, values = keys[rows], values[rows]
+        else:
+            new_keys, new_values = torch.randn(2, len(keys), 1, action, 2, generator=generator)
+            keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
+            got = cache.update(new_keys, new_values, 0)
+            assert torch.equal(got[0], keys) and torch.equal(got[1], values)
+            assert cache.get_seq_length() == keys.shape[2]

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding
 from d3s_megatron.actor.config import ActorConfig
+from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout
 from d3s_megatron.convert import ModelShape, padded_vocab_size, rope_inv_freq
 
@@ -78,11 +79,15 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
     )
 
 
-def layer_spec(shape: ModelShape) -> ModuleSpec:
-    """megatron-core's local layer spec with attention over packed rows in it."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
-    return spec
+def block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron-core's local layers of this stage, with attention over packed rows and our RMSNorm in them."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedDotProductAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 class ActorModel(GPTModel):
@@ -101,9 +106,10 @@ class ActorModel(GPTModel):
 def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> ActorModel:
     """This rank's stage, weights not yet set; call it inside `cpu_device.as_cpu`."""
     check_shape(shape, config)
+    core_config = transformer_config(shape, config)
     model = ActorModel(
-        config=transformer_config(shape, config),
-        transformer_layer_spec=layer_spec(shape),
+        config=core_config,
+        transformer_layer_spec=block_spec(shape, core_config),
         vocab_size=padded_vocab_size(shape.vocab_size, config.vocab_padding_multiple, layout.tp_size),
         max_sequence_length=shape.max_positions,
         pre_process=layout.pp_rank == 0,

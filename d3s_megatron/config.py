@@ -1,0 +1,136 @@
+"""The configuration of a run: one frozen dataclass per owner, joined here, and its command line.
+
+    CONFIG.yaml --section.key value ...      later wins; every key is a field with a docstring, shown by --help
+
+This file stands on the top floor: it joins what the rooms below declare in their own config.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
+from d3s_megatron.algorithms.config import AlgorithmConfig
+from d3s_megatron.algorithms.recipes import make_recipe
+from d3s_megatron.data.config import DataConfig
+from d3s_megatron.rewards.config import RewardConfig
+from d3s_megatron.rollout.config import RolloutConfig
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Length, seeds and outputs of the run."""
+
+    output_dir: str = "runs/d3s"
+    """Folder for the log, the plots, the resolved config and the exported model."""
+    steps: int = 100
+    """Rollout batches to train on; N and rho reach their last values at the last one."""
+    prompts_per_step: int = 32
+    """P, prompts in one rollout batch, over all ranks."""
+    seed: int = 0
+    """Seed of prompt order, sampling and tie-breaking."""
+    eval_every: int = 0
+    """Evaluate every so many steps as well as before the first and after the last; 0 leaves those two."""
+    eval_samples: int = 8
+    """Answers per evaluation problem, at the rollout temperature."""
+    overwrite: bool = False
+    """Replace an earlier run in output_dir instead of refusing to start."""
+    export: bool = True
+    """Write the trained model as a Hugging Face folder to output_dir/export."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "prompts_per_step", "eval_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}: give at least 1")
+        if self.eval_every < 0:
+            raise ValueError(f"train.eval_every is {self.eval_every}: give 0 or more steps")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = ""
+    """Hugging Face folder with config.json, safetensors and tokenizer (Qwen2, Qwen2.5, Qwen3, Llama, Mistral)."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is made of."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        make_recipe(self.algorithm)
+        if not self.model.path:
+            raise ValueError("model.path is empty: name a Hugging Face folder, e.g. --model.path models/my-model")
+        if not Path(self.model.path).is_dir():
+            raise ValueError(f"model.path is {self.model.path!r}, which is no folder: download the model first")
+        if not self.data.train_path:
+            raise ValueError("data.train_path is empty: name a JSONL or Parquet file with problems and answers")
+
+
+class _Parser(ArgumentParser):
+    """Reports a wrong argument in one line with its remedy; jsonargparse prints the usage as well."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        fail(" ".join(str(ex or message).split()) + "; --help lists every key with its type")
+
+
+def fail(message: str) -> NoReturn:
+    """Ends this process with one line on standard error and exit code 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def make_parser() -> ArgumentParser:
+    """The command line of `python -m d3s_megatron.train`."""
+    parser = _Parser(
+        prog="python -m d3s_megatron.train",
+        description="Trains a model with D3S, or any recipe it is made of, on Megatron-core.",
+        usage="python -m d3s_megatron.train [CONFIG.yaml] [--section.key VALUE ...] [--print-config]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file; the same as giving its path first")
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def parse_config(argv: Sequence[str]) -> RunConfig:
+    """The resolved, checked configuration; ends with one line and exit code 2 where it is wrong."""
+    args = ["--print_config" if arg == "--print-config" else arg for arg in argv]
+    if args and not args[0].startswith("-"):
+        if not Path(args[0]).is_file():
+            fail(f"{args[0]} is no file: give a YAML file first, or --section.key value")
+        args = ["--config", *args]
+    parser = make_parser()
+    parsed = parser.parse_args(args)
+    parsed.pop("config", None)
+    try:
+        return RunConfig(**vars(parser.instantiate_classes(parsed)))
+    except ValueError as wrong:
+        fail(str(wrong))
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Writes the full, resolved configuration as YAML that `parse_config` reads back to the same value."""
+    from dataclasses import asdict
+
+    import yaml
+
+    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))

@@ -1,0 +1,77 @@
+"""Tiny builders that tests share: a random Hugging Face model folder, samples, and a run configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from d3s_megatron.types import Sample
+
+CHARACTERS = "0123456789+="
+
+
+def tiny_model(folder: Path, family: str = "qwen2", seed: int = 0, **changes) -> Path:
+    """Saves a random 2-layer model with its character tokenizer; returns the folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    kinds = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }
+    config_type, model_type = kinds[family]
+    settings = dict(
+        vocab_size=14,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=12,
+        pad_token_id=13,
+        bos_token_id=None,
+        initializer_range=0.2,  # wide, so that answers differ
+    )
+    torch.manual_seed(seed)
+    model = model_type(config_type(**(settings | changes)))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer():
+    """One token a character, then <eos> and <pad>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {c: i for i, c in enumerate([*CHARACTERS, "<eos>", "<pad>"])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+def random_samples(num: int, seed: int = 0, vocab_size: int = 12, longest: int = 9) -> list[Sample]:
+    """Samples of uneven lengths with made-up rollout log-probs and advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int) -> tuple[int, ...]:
+        length = int(torch.randint(low, longest, (), generator=generator))
+        return tuple(torch.randint(0, vocab_size, (length,), generator=generator).tolist())
+
+    samples = []
+    for uid in range(num):
+        prompt, response = ids(2), ids(1)
+        samples.append(
+            Sample(
+                uid=uid,
+                prompt_ids=prompt,
+                response_ids=response,
+                rollout_log_probs=(-1.0,) * len(response),
+                advantage=float(torch.randn((), generator=generator)),
+            )
+        )
+    return samples

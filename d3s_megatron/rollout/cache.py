@@ -12,6 +12,8 @@ _FIRST_ROOM = 64  # tokens of room made at the first growth; short answers then 
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values [B, heads, tokens, head width]: views of buffers with room to spare."""
 
+    keys: Tensor
+    values: Tensor
     _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -51,4 +53,5 @@ def new_cache() -> Cache:
 def select_rows(cache: Cache, rows: Tensor) -> None:
     """Keeps the given rows [B'] of the batch in every layer."""
     for layer in cache.layers:
+        assert isinstance(layer, GrowingLayer)
         layer.select(rows)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache
 
 from d3s_megatron.rollout.cache import new_cache, select_rows
 from d3s_megatron.rollout.config import RolloutConfig
@@ -39,10 +41,9 @@ class TransformersEngine:
         self.config = config
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, config.dtype), local_files_only=True
-        )
-        self._model = self._model.to(self.device).eval().requires_grad_(False)
+        dtype = getattr(torch, config.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        self._model = model.to(self.device).eval().requires_grad_(False)
         self._eos_ids = _eos_ids(self._model, self.tokenizer, folder)
         # The argument was renamed within the supported versions of transformers, and the old name warns.
         names = inspect.signature(self._model.forward).parameters
@@ -54,10 +55,10 @@ class TransformersEngine:
         if not self._ready:
             raise RuntimeError("the engine holds no whole set of weights: it was closed, or load_weights failed")
         self._check_lengths(requests, sampling)
-        rollouts: list[Rollout | None] = [None] * len(requests)
+        rollouts: dict[int, Rollout] = {}
         for batch in self._batches(requests):
-            ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling)
-            ids = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+            padded_ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling)
+            ids = [row[:length] for row, length in zip(padded_ids.tolist(), lengths.tolist(), strict=True)]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for row, (i, log_prob, stop) in enumerate(zip(batch, log_probs.tolist(), stopped.tolist(), strict=True)):
                 rollouts[i] = Rollout(
@@ -67,7 +68,7 @@ class TransformersEngine:
                     finish_reason="stop" if stop else "length",
                     text=texts[row],
                 )
-        return rollouts
+        return [rollouts[i] for i in range(len(requests))]
 
     @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
@@ -95,7 +96,7 @@ class TransformersEngine:
     def close(self) -> None:
         """Frees the model."""
         self._ready = False
-        self._model = None
+        del self._model
 
     def _check_lengths(self, requests: Sequence[Request], sampling: Sampling) -> None:
         limit = getattr(self._model.config, "max_position_embeddings", None)
@@ -153,7 +154,7 @@ class TransformersEngine:
         last = ids.gather(1, lengths[:, None] - 1)[:, 0]
         return ids, log_probs, lengths, torch.isin(last, eos_ids)
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, object, Tensor]:
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache, Tensor]:
         """Runs each prompt once, padded on the left: next-token logits [prompts, V], the cache, pads [prompts]."""
         width = max(map(len, prompts))
         ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts], device=self.device)
@@ -161,7 +162,7 @@ class TransformersEngine:
         cache = new_cache()
         return self._forward(ids, 0, pads, bool(pads.any()), cache), cache, pads
 
-    def _forward(self, ids: Tensor, start: int, pads: Tensor, padded: bool, cache: object) -> Tensor:
+    def _forward(self, ids: Tensor, start: int, pads: Tensor, padded: bool, cache: Cache) -> Tensor:
         """Logits [B, V] after ids [B, T] that stand in columns start.. of a row whose first `pads` [B] are padding."""
         end = start + ids.shape[1]
         columns = torch.arange(end, device=self.device)
@@ -185,7 +186,7 @@ def _signed(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _eos_ids(model: object, tokenizer: object, folder: Path) -> list[int]:
+def _eos_ids(model: Any, tokenizer: Any, folder: Path) -> list[int]:
     """The ids that end an answer: the folder's generation settings, else its model config, else its tokenizer."""
     for owner in (model.generation_config, model.config, tokenizer):
         ids = getattr(owner, "eos_token_id", None)

@@ -80,6 +80,15 @@ def test_a_draw_is_always_a_possible_token(logits, seed):
     assert 1 <= ids[0] <= logits.shape[1] - 2 and bool(log_probs.isfinite().all())
 
 
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1 - 2.0**-52, 4)])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(monkeypatch, uniform, token):
+    monkeypatch.setattr(
+        "d3s_megatron.rollout.sampling.uniforms", lambda seeds, _: torch.full((1,), uniform, dtype=torch.float64)
+    )
+    logits = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.0, 0.7, -torch.inf]])
+    assert sample_tokens(logits, torch.tensor([0]), 0, Sampling())[0].item() == token
+
+
 def test_half_precision_logits_are_sampled_in_float():
     logits = LOGITS.to(torch.bfloat16)
     same = draw(100, Sampling(0.7), logits.float())

@@ -23,7 +23,7 @@ def flat_log_probs(rollouts):
 
 
 def set_eos_bias(engine, value):
-    """Raises or lowers the end-of-sequence logit by a constant, through a bias that the head does not have otherwise."""
+    """Adds a constant to the end-of-sequence logit, through a bias that the head does not have otherwise."""
     head = engine._model.get_output_embeddings()
     head.bias = torch.nn.Parameter(torch.zeros(head.out_features), requires_grad=False)
     head.bias[EOS] = value

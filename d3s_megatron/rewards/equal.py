@@ -1,21 +1,147 @@
-"""Whether two answers are the same mathematics."""
+r"""Whether an answer is the same mathematics as the gold; the gold comes first, for the rules are not symmetric.
+
+The policy for what can be argued about is in POLICY.md beside this file; every row of it is a test.
+"""
 
 from __future__ import annotations
 
 import re
 
-from math_verify import parse, verify
+from d3s_megatron.rewards.clean import clean, squeeze
+from d3s_megatron.rewards.relations import name_of, same_relation, spread
+from d3s_megatron.rewards.structure import (
+    Interval,
+    Items,
+    Matrix,
+    Ratio,
+    Relation,
+    Shape,
+    TooDeep,
+    Union,
+    Value,
+    Words,
+    read_shape,
+)  # fmt: skip
+from d3s_megatron.rewards.values import same_value
+
+MAX_LENGTH = 5000  # characters of an answer that is looked at; longer ones are only compared as spelling
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether an answer (the inside of its box) equals a gold."""
+    if not answer.strip() or not gold.strip():
+        return False
+    if gold.strip() == answer.strip():
+        return True
+    if len(answer) > MAX_LENGTH or len(gold) > MAX_LENGTH:
+        return False
+    gold, answer = clean(gold), clean(answer)
+    if squeeze(gold) == squeeze(answer):
+        return bool(squeeze(gold))
+    if r"\ldots" in gold + answer:
+        return False  # who can say what stands for the dots
+    try:
+        return _same(read_shape(gold), read_shape(answer))
+    except TooDeep:
+        return False
 
 
 def is_parsable(gold: str) -> bool:
     """Whether a gold says anything that an answer can be compared with."""
-    return bool(gold.strip())
+    return bool(gold.strip()) and bool(clean(gold))
 
 
-def equal(gold: str, answer: str) -> bool:
-    """Whether an answer equals the gold."""
-    if re.sub(r"\s", "", gold) == re.sub(r"\s", "", answer):
-        return True
-    return verify(
-        parse(f"${gold}$", parsing_timeout=None), parse(f"${answer}$", parsing_timeout=None), timeout_seconds=None
-    )
+def _same(gold: Shape, answer: Shape) -> bool:
+    gold, answer = spread(_single(gold)), spread(_single(answer))
+    if isinstance(gold, Words) or isinstance(answer, Words):
+        return _same_words(gold, answer)
+    if isinstance(gold, Relation) or isinstance(answer, Relation):
+        return same_relation(gold, answer, _same)
+    if isinstance(gold, Value) and isinstance(answer, Value):
+        return same_value(gold.text, answer.text)
+    if isinstance(gold, Items) or isinstance(answer, Items):
+        return _same_items(gold, answer)
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _match_all(gold.parts, answer.parts)
+    if isinstance(gold, Interval) and isinstance(answer, Interval):
+        return gold.closed == answer.closed and _same(gold.low, answer.low) and _same(gold.high, answer.high)
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        return gold.bars == answer.bars and _same_rows(gold, answer)
+    if isinstance(gold, Ratio) and isinstance(answer, Ratio):
+        return _in_order(gold.parts, answer.parts)
+    return False
+
+
+def _single(shape: Shape) -> Shape:
+    """A set of one element is its element."""
+    while isinstance(shape, Items) and len(shape.items) == 1:
+        shape = shape.items[0]
+    return shape
+
+
+def _same_words(gold: Shape, answer: Shape) -> bool:
+    def fold(shape: Shape) -> str | None:
+        if isinstance(shape, Words):
+            return shape.text
+        if isinstance(shape, Value):
+            return " ".join(re.findall(r"[^\W_]+", re.sub(r"\\text\{([^{}]*)\}", r"\1", shape.text).casefold()))
+        return None
+
+    return fold(gold) is not None and fold(gold) == fold(answer)
+
+
+def _in_order(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
+    return len(gold) == len(answer) and all(_same(g, a) for g, a in zip(gold, answer, strict=True))
+
+
+def _match_all(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
+    """Whether they are the same but for order, repeated ones counted."""
+    if len(gold) != len(answer):
+        return False
+    left = list(answer)
+    for g in gold:
+        found = next((k for k, a in enumerate(left) if _same(g, a)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _same_rows(gold: Matrix, answer: Matrix) -> bool:
+    return len(gold.rows) == len(answer.rows) and all(map(_in_order, gold.rows, answer.rows))
+
+
+def _same_items(gold: Shape, answer: Shape) -> bool:
+    if isinstance(gold, Matrix) or isinstance(answer, Matrix):
+        return _same_vector(gold, answer)
+    if not isinstance(gold, Items) or not isinstance(answer, Items):
+        return False
+    kinds = {gold.kind, answer.kind}
+    if kinds <= {"list", "set"} and not _named_apart(gold, answer):
+        return _match_all(gold.items, answer.items)
+    if "set" in kinds:
+        return False
+    return _in_order(gold.items, answer.items)  # brackets left off a pair are forgiven, its order is not
+
+
+def _named_apart(gold: Items, answer: Items) -> bool:
+    """Whether one side names its values differently and the other does not name them: then their order says which."""
+    names = [{name_of(item) for item in items.items} for items in (gold, answer)]
+    return {None} in names and any(len(some) > 1 for some in names)
+
+
+def _same_vector(gold: Shape, answer: Shape) -> bool:
+    """A pair and the column (or row) vector of the same entries."""
+
+    def entries(shape: Shape) -> tuple[Shape, ...] | None:
+        if isinstance(shape, Items) and shape.kind in ("tuple", "bracket"):
+            return shape.items
+        if isinstance(shape, Matrix) and not shape.bars:
+            if len(shape.rows) == 1:
+                return shape.rows[0]
+            if all(len(row) == 1 for row in shape.rows):
+                return tuple(row[0] for row in shape.rows)
+        return None
+
+    g, a = entries(gold), entries(answer)
+    return g is not None and a is not None and _in_order(g, a)

@@ -1,0 +1,278 @@
+r"""The shape of an answer: words, list, pair, set, interval, union, relation, matrix, ratio, or one value.
+
+Values stay text here; `values.py` compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+MAX_DEPTH = 12  # of brackets inside brackets
+MAX_ITEMS = 500
+
+_OPENING = {
+    "(": ")",
+    "[": "]",
+    "{": "}",
+    r"\{": r"\}",
+    r"\langle": r"\rangle",
+    r"\lfloor": r"\rfloor",
+    r"\lceil": r"\rceil",
+}
+_CLOSING = set(_OPENING.values())
+_PIECE = re.compile(r"\\begin\{[a-zA-Z]*\*?\}|\\end\{[a-zA-Z]*\*?\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
+_RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\ne": "!=",
+    r"\approx": "=",
+    r"\equiv": "==",
+    r"\in": "in",
+}
+_THOUSANDS = re.compile(r"\s*(?:\\\$)?\s*[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)[^,]*")
+_MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One expression."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Words:
+    """An answer in words."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several answers: `kind` is list (no brackets), set, tuple (round or angled), or bracket (square)."""
+
+    kind: str
+    items: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An interval; of two ends in round brackets nobody can say whether it is a pair: that is a tuple."""
+
+    low: Shape
+    high: Shape
+    closed: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class Union:
+    """Sets joined by \\cup."""
+
+    parts: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """sides[0] ops[0] sides[1] ops[1] ...; ops are = < > <= >= !=."""
+
+    sides: tuple[Shape, ...]
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of values; `bars` where vertical lines make it a determinant."""
+
+    rows: tuple[tuple[Shape, ...], ...]
+    bars: bool = False
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """a : b : c, also the time of a clock."""
+
+    parts: tuple[Shape, ...]
+
+
+Shape = Value | Words | Items | Interval | Union | Relation | Matrix | Ratio
+
+
+class TooDeep(ValueError):
+    """The brackets are nested too deeply, or there are too many items."""
+
+
+def read_shape(text: str) -> Shape:
+    """The shape of a cleaned text.
+
+    Raises:
+        TooDeep: it is not worth reading.
+    """
+    return _read(_pieces(text), 0)
+
+
+def _pieces(text: str) -> list[str]:
+    return _PIECE.findall(text)
+
+
+def _read(pieces: list[str], level: int) -> Shape:
+    if level > MAX_DEPTH:
+        raise TooDeep("nested too deeply")
+    pieces = _strip(pieces)
+    text = "".join(pieces)
+    if (words := _words(text)) is not None:
+        return Words(words)
+    depths = _depths(pieces)
+
+    if level == 0 and _THOUSANDS.fullmatch(text) and not re.search(r"[=<>]|\\(?:le|ge|in|cup)\b", text):
+        return Value(text)
+    if len(parts := _split(pieces, depths, {",", ";"})) > 1:
+        return _list(parts, level)
+    if len(parts := _split(pieces, depths, {r"\cup"})) > 1:
+        return Union(tuple(_read(part, level + 1) for part in parts))
+    ops = [_RELATIONS[p] for p, depth in zip(pieces, depths, strict=True) if depth == 0 and p in _RELATIONS]
+    if ops:
+        sides = _split(pieces, depths, set(_RELATIONS))
+        if ops[0] == "in" and len(ops) == 1:
+            return Relation((_read(sides[0], level + 1), _read(sides[1], level + 1)), ("=",))
+        if all(_strip(side) for side in sides) and "in" not in ops and "==" not in ops:
+            return Relation(tuple(_read(side, level + 1) for side in sides), tuple(ops))
+        return Value(text)
+    signs = [p for p, depth in zip(pieces, depths, strict=True) if p in (r"\pm", r"\mp")]
+    if signs:
+        plus = ["+" if p == r"\pm" else "-" if p == r"\mp" else p for p in pieces]
+        minus = ["-" if p == r"\pm" else "+" if p == r"\mp" else p for p in pieces]
+        return Items("list", (_read(plus, level + 1), _read(minus, level + 1)))
+    if match := _MATRIX.fullmatch(text):
+        rows = [row for row in re.split(r"\\\\", match.group(2)) if row.strip() and row.strip() != r"\hline"]
+        cells = tuple(tuple(_read(_pieces(cell), level + 1) for cell in row.split("&")) for row in rows)
+        return Matrix(cells, match.group(1) in ("vmatrix", "Vmatrix"))
+    if len(parts := _split(pieces, depths, {":"})) > 1 and all(_strip(part) for part in parts):
+        return Ratio(tuple(_read(part, level + 1) for part in parts))
+    if (inner := _bracketed(pieces, depths)) is not None:
+        return _bracket(pieces[0], pieces[-1], inner, level)
+    return Value(text)
+
+
+def _strip(pieces: list[str]) -> list[str]:
+    start, end = 0, len(pieces)
+    while start < end and pieces[start].isspace():
+        start += 1
+    while end > start and pieces[end - 1].isspace():
+        end -= 1
+    return pieces[start:end]
+
+
+def _depths(pieces: list[str]) -> list[int]:
+    """How many brackets each piece is inside of (an opening and its closing one count as outside)."""
+    depth, depths, bars = 0, [], 0
+    for piece in pieces:
+        if piece in _OPENING or piece.startswith(r"\begin"):
+            depths.append(depth)
+            depth += 1
+        elif piece in _CLOSING or piece.startswith(r"\end"):
+            depth = max(0, depth - 1)
+            depths.append(depth)
+        else:
+            depths.append(depth)
+            bars += piece == "|"
+    return depths
+
+
+def _split(pieces: list[str], depths: list[int], separators: set[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for piece, depth in zip(pieces, depths, strict=True):
+        if depth == 0 and piece in separators:
+            parts.append([])
+        else:
+            parts[-1].append(piece)
+    return parts
+
+
+def _list(parts: list[list[str]], level: int) -> Shape:
+    parts = [part for part in parts if _strip(part)]
+    if len(parts) > MAX_ITEMS:
+        raise TooDeep("too many items")
+    if len(parts) == 1:
+        return _read(parts[0], level + 1)
+    items = []
+    for item in _name_every([_read(part, level + 1) for part in parts]):
+        items += item.items if isinstance(item, Items) and item.kind == "list" else [item]
+    return Items("list", tuple(items))
+
+
+def _name_every(items: list[Shape]) -> list[Shape]:
+    """`x = 3, 4` names both values."""
+    first = items[0]
+    if not (isinstance(first, Relation) and first.ops == ("=",)) or any(isinstance(i, Relation) for i in items[1:]):
+        return items
+    return [first] + [Relation((first.sides[0], item), ("=",)) for item in items[1:]]
+
+
+def _bracketed(pieces: list[str], depths: list[int]) -> list[str] | None:
+    """What is inside, where the first piece's bracket is closed by the last piece."""
+    if len(pieces) < 2 or any(depth == 0 for depth in depths[1:-1]):
+        return None
+    opening, closing = pieces[0], pieces[-1]
+    if (
+        opening in ("(", "[")
+        and closing in (")", "]")
+        or _OPENING.get(opening) == closing
+        and opening in (r"\{", r"\langle")
+    ):
+        return pieces[1:-1]
+    return None
+
+
+def _bracket(opening: str, closing: str, inner: list[str], level: int) -> Shape:
+    parts = [part for part in _split(inner, _depths(inner), {",", ";"}) if _strip(part)]
+    if len(parts) > MAX_ITEMS:
+        raise TooDeep("too many items")
+    items = tuple(_read(part, level + 1) for part in parts)
+    if opening == r"\{":
+        flat: list[Shape] = []
+        for item in items:  # \{1 \pm \sqrt5, 2\}
+            flat += item.items if isinstance(item, Items) and item.kind == "list" else [item]
+        return Items("set", tuple(flat))
+    if len(items) == 2 and (opening, closing) != ("(", ")") and opening != r"\langle":
+        return Interval(items[0], items[1], (opening == "[", closing == "]"))
+    if len(items) == 1:
+        if opening == closing or _OPENING[opening] != closing:
+            return Value("".join([opening, *inner, closing]))
+        return items[0]
+    return Items("bracket" if opening == "[" else "tuple", items)
+
+
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_ONLY_WORDS = re.compile(r"[^\W\d_][^\W\d_'\-]*(?:[\s,.'\"!?()-]+[^\W\d_][^\W\d_'\-]*)*[.!?]?")
+_SHORT_WORDS = {"yes", "no", "odd", "even", "all", "any", "none", "true", "false", "and", "not", "one", "two", "six",
+                "ten", "red", "day", "sum", "max", "min", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "dne"}  # fmt: skip
+
+
+def _words(text: str) -> str | None:
+    """The words of an answer that is words and no mathematics; their case, marks and brackets do not matter."""
+    if not _TEXT.search(text):
+        longest = max((len(word) for word in re.findall(r"[^\W\d_]+", text)), default=0)
+        is_word = longest >= 4 or text.strip().casefold() in _SHORT_WORDS
+        if not is_word or "\\" in text or not _ONLY_WORDS.fullmatch(text.strip()):
+            return None
+        return _fold(text)
+    outside = _TEXT.sub(" ", text)
+    inside = " ".join(_TEXT.findall(text))
+    if re.search(r"[0-9=<>^_\\+*/|{}]", outside) or re.search(r"[a-zA-Z]", outside):
+        return None
+    if re.fullmatch(r"[\s\d.,:()+\-*/=%$]*", inside):  # \text{12}: numbers in an upright face
+        return None
+    return _fold(inside if not outside.strip(" ,.()") else text)
+
+
+def _fold(words: str) -> str:
+    return " ".join(re.findall(r"[^\W_]+", words.casefold()))
+
+
+def drop_text(shape: Value) -> Value:
+    """A value with upright faces made plain: \\text{12} is 12."""
+    return replace(shape, text=_TEXT.sub(r" \1 ", shape.text))

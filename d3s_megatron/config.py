@@ -7,12 +7,15 @@ This file stands on the top floor: it joins what the rooms below declare in thei
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
@@ -21,6 +24,8 @@ from d3s_megatron.algorithms.recipes import make_recipe
 from d3s_megatron.data.config import DataConfig
 from d3s_megatron.rewards.config import RewardConfig
 from d3s_megatron.rollout.config import RolloutConfig
+
+SECONDS_TO_SAY_IT = 5.0
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -93,8 +98,15 @@ class _Parser(ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Ends this process with one line on standard error and exit code 2."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Ends every rank with exit code 2, and with one line on standard error in all.
+
+    Every rank finds the same mistake before any process group exists. Rank 0 says it; the others wait for it to be
+    said, since torchrun ends all ranks as soon as one has ended.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_TO_SAY_IT)
     raise SystemExit(2)
 
 
@@ -129,8 +141,4 @@ def parse_config(argv: Sequence[str]) -> RunConfig:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Writes the full, resolved configuration as YAML that `parse_config` reads back to the same value."""
-    from dataclasses import asdict
-
-    import yaml
-
     path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))

@@ -16,24 +16,15 @@ from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotary
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout
-from d3s_megatron.convert import ModelShape, padded_vocab_size, rope_inv_freq
+from d3s_megatron.convert import ModelShape, check_tp, padded_vocab_size, rope_inv_freq
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def check_shape(shape: ModelShape, config: ActorConfig) -> None:
     """ValueError where the model does not divide over the layout; needs no process group (faults B10, B14)."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    for what, size in (
-        ("attention heads", shape.num_heads),
-        ("key/value heads", shape.num_kv_heads),
-        ("MLP width", shape.ffn_size),
-    ):
-        if size % tp:
-            raise ValueError(
-                f"actor.tensor_model_parallel_size is {tp}, but the model's {what} ({size}) do not divide by it: "
-                f"use a divisor of {size}"
-            )
+    check_tp(shape, config.tensor_model_parallel_size)
+    pp = config.pipeline_model_parallel_size
     if shape.num_layers % pp:
         raise ValueError(
             f"actor.pipeline_model_parallel_size is {pp}, but the model's {shape.num_layers} layers do not divide "

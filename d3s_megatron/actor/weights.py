@@ -6,7 +6,6 @@ The names are mapped in convert/; here is only which rank holds what. A rank rea
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
@@ -20,23 +19,19 @@ from d3s_megatron.actor.parallel import Layout
 from d3s_megatron.convert import (
     HFFolder,
     ModelShape,
+    global_name,
     hf_tensors_from_full,
     merge_shards,
     padded_vocab_size,
     shard_from_hf,
 )
 
-EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
-def global_name(name: str, shape: ModelShape, layout: Layout) -> str:
-    """A parameter's name in the whole model: layer numbers count from the first stage; a tied head is the embedding."""
-    if name == OUTPUT and shape.tied:
-        return EMBEDDING
-    offset = layout.pp_rank * (shape.num_layers // layout.pp_size)
-    return _LAYER.sub(lambda match: f"decoder.layers.{int(match.group(1)) + offset}.", name)
+def _global(name: str, shape: ModelShape, layout: Layout) -> str:
+    """A parameter's name in the whole model."""
+    return global_name(name, layout.pp_rank * (shape.num_layers // layout.pp_size))
 
 
 def load_weights(model: ActorModel, folder: HFFolder, shape: ModelShape, config: ActorConfig, layout: Layout) -> None:
@@ -45,7 +40,7 @@ def load_weights(model: ActorModel, folder: HFFolder, shape: ModelShape, config:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shard = shard_from_hf(
-                shape, global_name(name, shape, layout), layout.tp_rank, layout.tp_size, padded, folder.get_slice
+                shape, _global(name, shape, layout), layout.tp_rank, layout.tp_size, padded, folder.get_slice
             )
             if shard.shape != parameter.shape:
                 raise ValueError(
@@ -63,7 +58,7 @@ def weight_stream(
     A collective: every rank must draw it to its end. A tensor larger than `bucket_bytes` is a bucket of its own.
     """
     own = [
-        (global_name(name, shape, layout), parameter.detach())
+        (_global(name, shape, layout), parameter.detach())
         for name, parameter in model.named_parameters()
         if not (name == OUTPUT and shape.tied)  # the last stage's copy of a tied embedding
     ]

@@ -1,0 +1,109 @@
+"""The log of a run: one JSON line and one table row a step, and TensorBoard. Only the first rank writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+# (heading, width, format of a row of the log)
+COLUMNS = (
+    ("step", 5, lambda r: f"{r['step'] + 1}"),
+    ("reward", 7, lambda r: f"{r['reward']:.3f}"),
+    ("kept", 11, lambda r: f"{r['num_kept']}/{r['num_rollouts']}"),
+    ("tokens", 11, lambda r: f"{r['num_kept_tokens']}/{r['num_scored_tokens']}"),
+    ("entropy", 8, lambda r: f"{r['entropy']:.3f}"),
+    ("KL", 8, lambda r: f"{r['kl']:.4f}" if "kl" in r else "-"),
+    ("SUR", 5, lambda r: f"{r['sur']:.2f}"),
+    ("grad", 7, lambda r: f"{r['grad_norm']:.3f}" if "grad_norm" in r else "skip"),
+    ("rollout", 8, lambda r: f"{r['time/rollout']:.2f}"),
+    ("reward s", 9, lambda r: f"{r['time/reward']:.2f}"),
+    ("score", 6, lambda r: f"{r['time/score']:.2f}"),
+    ("update", 7, lambda r: f"{r['time/update']:.2f}"),
+    ("sync", 6, lambda r: f"{r['time/sync']:.2f}"),
+    ("s/step", 7, lambda r: f"{r['time/step']:.2f}"),
+)
+HEADING_EVERY = 25
+
+
+class StageClock:
+    """Wall seconds of each stage of one step: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._stages[stage] = self._stages.get(stage, 0.0) + time.perf_counter() - start
+
+    def as_row(self) -> dict[str, float]:
+        """time/STAGE in seconds, and time/step since the clock was made."""
+        row = {f"time/{stage}": seconds for stage, seconds in self._stages.items()}
+        return row | {"time/step": time.perf_counter() - self._start}
+
+
+def _json_value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunLog:
+    """Writes `log.jsonl`, TensorBoard files under `tensorboard/`, and a table on the terminal.
+
+    A number that is not finite becomes null in the JSON lines, so that every line is valid JSON.
+    """
+
+    def __init__(self, folder: Path, is_main: bool) -> None:
+        self._main = is_main
+        self._rows = 0
+        if is_main:
+            self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """One training step."""
+        if not self._main:
+            return
+        if self._rows % HEADING_EVERY == 0:
+            print(" ".join(f"{heading:>{width}}" for heading, width, _ in COLUMNS), flush=True)
+        self._rows += 1
+        print(" ".join(f"{text(row):>{width}}" for _, width, text in COLUMNS), flush=True)
+        self._write(row)
+
+    def event(self, row: Mapping[str, Any], message: str) -> None:
+        """Something that is no training step: an evaluation, a skipped update."""
+        if self._main:
+            print(message, flush=True)
+            self._write(row)
+
+    def message(self, text: str) -> None:
+        """A line for people only."""
+        if self._main:
+            print(text, flush=True)
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({k: _json_value(v) for k, v in row.items()}) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flushes what is open."""
+        if self._main:
+            self._file.close()
+            self._board.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log.jsonl, in order."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]

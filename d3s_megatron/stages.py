@@ -1,0 +1,206 @@
+"""The stages of one training step, each taking the record of the one before; train.py calls them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from d3s_megatron.actor.exchange import gather_samples, share_out
+from d3s_megatron.actor.megatron_actor import MegatronActor, UpdateResult
+from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows
+from d3s_megatron.algorithms.config import AlgorithmConfig
+from d3s_megatron.algorithms.loss_batch import StepTensors
+from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
+from d3s_megatron.algorithms.recipes import Recipe
+from d3s_megatron.algorithms.schedules import Amounts
+from d3s_megatron.evaluate import rank_share
+from d3s_megatron.rewards import Reward
+from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
+from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    sampling: Sampling,
+    seed: int,
+    step: int,
+    layout: Layout,
+) -> list[Rollout]:
+    """Stage 2: this rank's share of the batch's P x G rollouts."""
+    share = rank_share(len(prompts), layout.rank, layout.world_size)
+    mine = [prompts[i] for i in share]
+    requests = make_requests(mine, num_samples, seed, step, first_group=share.start)
+    return engine.generate(requests, sampling) if requests else []
+
+
+def judge(rollouts: Sequence[Rollout], reward: Reward, seed: int, step: int, layout: Layout) -> Experience:
+    """Stage 3: rewards of this rank's rollouts, gathered into the batch's Experience, the same on every rank."""
+    verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
+    rows = torch.tensor(
+        [
+            (r.request.uid, r.request.group_id, v.value, len(r.token_ids))
+            for r, v in zip(rollouts, verdicts, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    table = torch.cat(gather_rows(rows.flatten(), layout)).view(-1, 4)
+    table = table[table[:, 0].argsort()]
+    return Experience.new(seed, step, table[:, 1], table[:, 2], table[:, 3])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This data-parallel rank's kept samples, mini-batch after mini-batch, with what is known of their tokens."""
+
+    samples: tuple[Sample, ...]
+    sizes: tuple[int, ...]  # samples of each mini-batch
+    scores: tuple[Scores, ...] = ()
+    keep: tuple[Tensor, ...] = ()  # [L] bool each
+
+    def minibatches(self) -> list[slice]:
+        """Where each mini-batch stands in the lists."""
+        ends = torch.tensor(self.sizes).cumsum(0).tolist()
+        return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+
+
+def redistribute(rollouts: Sequence[Rollout], experience: Experience, config: AlgorithmConfig, layout: Layout) -> Batch:
+    """Stage 6: the kept rollouts, balanced over the data-parallel ranks."""
+    kept = [rollout for rollout in rollouts if experience.kept[rollout.request.uid]]
+    samples = gather_samples(kept, experience.advantages, layout)
+    parts = share_out(samples, config.num_minibatches, layout, experience.seed, experience.step)
+    return Batch(tuple(s for part in parts for s in part), tuple(len(part) for part in parts))
+
+
+def score(batch: Batch, actor: MegatronActor) -> Batch:
+    """Stage 7: old log-probs and entropies, for kept rollouts only."""
+    return replace(batch, scores=tuple(actor.score(batch.samples)))
+
+
+def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Experience, layout: Layout) -> Batch:
+    """Stage 8: the tokens that are trained on, chosen over all ranks."""
+    masks = recipe.tokens(
+        batch.samples,
+        batch.scores,
+        amounts.token_share,
+        experience.seed,
+        experience.step,
+        data_parallel_reduce(layout),
+    )
+    return replace(batch, keep=tuple(masks))
+
+
+def update(
+    batch: Batch,
+    actor: MegatronActor,
+    loss: PolicyLoss,
+    config: AlgorithmConfig,
+    max_length: int,
+    reselect,
+) -> list[UpdateResult]:
+    """Stages 9 and 10: `num_epochs` x `num_minibatches` optimizer steps.
+
+    `reselect` scores and selects anew before every step but the first, where `token_entropy` is "current".
+    """
+    results: list[UpdateResult] = []
+    for _ in range(config.num_epochs):
+        for part in batch.minibatches():
+            if config.token_entropy == "current" and results:
+                batch = reselect(batch)
+            tensors = _step_tensors(batch, part, loss, config, max_length, actor.layout)
+            results.append(
+                actor.update(
+                    tensors.samples,
+                    tensors.scored,
+                    lambda row, tensors=tensors: tensors.loss_batch(row, actor.layout.device),
+                    loss,
+                    len(METRICS),
+                )
+            )
+    return results
+
+
+def _step_tensors(
+    batch: Batch, part: slice, loss: PolicyLoss, config: AlgorithmConfig, max_length: int, layout: Layout
+) -> StepTensors:
+    keep, reduce = batch.keep[part], data_parallel_reduce(layout)
+    everything = [torch.ones_like(mask) for mask in keep]
+    weights = token_weights(config.loss_normalization, keep, max_length, reduce)
+    kl_weights, scored = weights, keep
+    if config.kl_tokens == "all" and loss.kl_beta:
+        kl_weights = token_weights(config.loss_normalization, everything, max_length, reduce)
+        scored = everything
+    if loss.reads_all_tokens:
+        scored = everything
+    return StepTensors(batch.samples[part], batch.scores[part], keep, scored, weights, kl_weights)
+
+
+def reselect_tokens(actor: MegatronActor, select):
+    """For `update`: entropies of the present policy, old log-probs as they were, and a new selection."""
+
+    def reselect(batch: Batch) -> Batch:
+        fresh = actor.score(batch.samples)
+        mixed = [replace(old, entropy=new.entropy) for old, new in zip(batch.scores, fresh, strict=True)]
+        return select(replace(batch, scores=tuple(mixed)))
+
+    return reselect
+
+
+def token_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
+    """What scoring and token selection say of the batch, over all ranks."""
+    reduce = data_parallel_reduce(layout)
+    zero = torch.zeros(0)
+    entropy = torch.cat([zero, *(s.entropy for s in batch.scores)]).double()
+    old = torch.cat([zero, *(s.old_log_probs for s in batch.scores)]).double()
+    rollout = torch.cat([zero, *(torch.tensor(s.rollout_log_probs) for s in batch.samples)]).double()
+    keep = torch.cat([zero.bool(), *batch.keep])
+    diff = old - rollout
+    sums = torch.stack(
+        [
+            torch.tensor(float(len(entropy)), dtype=torch.float64),
+            keep.sum().double(),
+            entropy.sum(),
+            entropy[keep].sum(),
+            diff.abs().sum(),
+            (torch.expm1(diff) - diff).sum(),  # k3 of KL(rollout || trainer)
+        ]
+    )
+    num, num_kept, all_entropy, kept_entropy, mismatch, mismatch_kl = reduce(sums, "sum").tolist()
+    worst = torch.cat([diff.abs(), torch.zeros(1, dtype=torch.float64)]).max()[None]
+    return {
+        "num_scored_tokens": int(num),
+        "num_kept_tokens": int(num_kept),
+        "kept_token_share": num_kept / max(1.0, num),
+        "entropy": all_entropy / max(1.0, num),
+        "entropy_kept": kept_entropy / max(1.0, num_kept),
+        "mismatch_mean": mismatch / max(1.0, num),
+        "mismatch_max": float(reduce(worst, "max")),
+        "mismatch_kl": mismatch_kl / max(1.0, num),
+    }
+
+
+def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over the optimizer steps of a batch, per kept token where that is the unit."""
+    if not results:
+        return {"num_updates": 0, "num_skipped_updates": 0}
+    totals = torch.stack([result.totals for result in results]).mean(0)
+    named = dict(zip(("loss", *METRICS), totals.tolist(), strict=True))
+    num = max(1.0, named["num_tokens"])
+    norms = [result.grad_norm for result in results if result.stepped]
+    return {
+        "loss": named["loss"],
+        "kl": named["kl"] / num,
+        "policy_kl": named["policy_kl"] / num,
+        "ratio": named["ratio"] / num,
+        "clip_fraction": named["num_clipped"] / num,
+        "dual_clip_fraction": named["num_dual_clipped"] / num,
+        "grad_norm": sum(norms) / len(norms) if norms else float("nan"),
+        "lr": results[-1].lr,
+        "num_updates": len(norms),
+        "num_skipped_updates": len(results) - len(norms),
+    }

@@ -1,0 +1,198 @@
+"""Trains a model: `torchrun --nproc-per-node N -m d3s_megatron.train CONFIG.yaml --section.key value ...`
+
+Every rank runs this same story; with plain `python -m d3s_megatron.train` it is a world of one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from d3s_megatron import stages
+from d3s_megatron.actor.parallel import gather_rows, shutdown
+from d3s_megatron.algorithms import recipes
+from d3s_megatron.algorithms.metrics import selection_metrics
+from d3s_megatron.build import Parts, build, preflight
+from d3s_megatron.config import RunConfig, fail, parse_config
+from d3s_megatron.convert import save_hf_folder
+from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
+from d3s_megatron.report.plot import plot_run
+from d3s_megatron.report.run_log import StageClock, read_log
+from d3s_megatron.types import Experience
+
+
+def train(parts: Parts) -> Totals:
+    """The training loop: one line a stage."""
+    config, layout, log = parts.config, parts.layout, parts.log
+    algorithm, seed = config.algorithm, config.train.seed
+    totals = Totals()
+    for step in range(config.train.steps):
+        clock = StageClock()
+        amounts = recipes.amounts(algorithm, step, config.train.steps)
+        prompts = [parts.questions.train[i] for i in parts.order.batch(step)]
+        with clock("rollout"):
+            rollouts = stages.generate(
+                parts.engine, prompts, algorithm.samples_per_prompt, config.rollout.sampling(), seed, step, layout
+            )
+        with clock("reward"):
+            judged = stages.judge(rollouts, parts.reward, seed, step, layout)
+        with clock("select"):
+            selected = parts.recipe.apply(judged, amounts.num_kept)
+            batch = stages.redistribute(rollouts, selected, algorithm, layout)
+        with clock("score"):
+            batch = stages.score(batch, parts.actor)
+        with clock("tokens"):
+            select = partial(
+                stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
+            )
+            batch = select(batch)
+        with clock("update"):
+            updates = []
+            if has_signal(selected, parts.loss.kl_beta):
+                reselect = stages.reselect_tokens(parts.actor, select)
+                updates = stages.update(
+                    batch, parts.actor, parts.loss, algorithm, config.rollout.max_new_tokens, reselect
+                )
+        with clock("sync"):
+            if updates:
+                parts.engine.load_weights(parts.actor.weights())
+
+        row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
+        row |= selection_metrics(judged, selected) | stages.token_metrics(batch, layout)
+        row |= stages.update_metrics(updates) | parts.reward.report() | clock.as_row()
+        totals = totals.after(row)
+        log.step(row | totals.as_row())
+        if not updates:
+            log.message(
+                f"  step {step + 1}: no update, every kept advantage is 0 (all rewards of each group are equal)"
+            )
+        if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
+            evaluate(parts, step + 1)
+    return totals
+
+
+def has_signal(selected: Experience, kl_beta: float) -> bool:
+    """False where a step would only decay the weights: no advantage to follow and no KL (method 4, row 8)."""
+    kept = selected.advantages[selected.kept]
+    return bool(len(kept)) and bool((kept != 0).any() or kl_beta > 0)
+
+
+def evaluate(parts: Parts, step: int) -> Evaluation | None:
+    """Logs the held-out accuracy after `step` training steps; None without held-out problems."""
+    prompts, layout, config = parts.questions.held_out, parts.layout, parts.config
+    if not prompts:
+        return None
+    result = evaluate_policy(
+        parts.engine,
+        parts.reward,
+        prompts,
+        config.train.eval_samples,
+        config.rollout.sampling(),
+        config.train.seed,
+        rank_share(len(prompts), layout.rank, layout.world_size),
+        partial(gather_rows, layout=layout),
+    )
+    parts.reward.report()  # counts of the evaluation do not belong to the next step
+    text = ", ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
+    parts.log.event(
+        {"step": step} | result.as_row(),
+        f"held-out after {step} steps: {text} ({result.num_problems} problems x {result.num_samples} answers)",
+    )
+    return result
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the run has spent so far."""
+
+    tokens_generated: int = 0
+    tokens_scored: int = 0
+    tokens_trained: int = 0
+    steps_without_update: int = 0
+
+    def after(self, row: dict[str, Any]) -> Totals:
+        """With one more step's log row."""
+        updated = row["num_updates"] > 0
+        return replace(
+            self,
+            tokens_generated=self.tokens_generated + round(row["response_length"] * row["num_rollouts"]),
+            tokens_scored=self.tokens_scored + row["num_scored_tokens"],
+            tokens_trained=self.tokens_trained + (row["num_kept_tokens"] if updated else 0),
+            steps_without_update=self.steps_without_update + (not updated),
+        )
+
+    def as_row(self) -> dict[str, int]:
+        """For the log."""
+        return {"tokens_generated": self.tokens_generated, "tokens_trained": self.tokens_trained}
+
+
+def finish(parts: Parts, before: Evaluation | None, after: Evaluation | None, totals: Totals, seconds: float) -> None:
+    """Exports the model and writes the summary and the plot; a collective."""
+    folder, log = Path(parts.config.train.output_dir), parts.log
+    export = folder / "export"
+    if parts.config.train.export:
+        if parts.layout.rank == 0:
+            save_hf_folder(export, parts.actor.shape, parts.actor.weights(), parts.config.model.path)
+        else:
+            for _ in parts.actor.weights():
+                pass
+    if parts.layout.rank != 0:
+        return
+    summary = {
+        "algorithm": parts.config.algorithm.name,
+        "seed": parts.config.train.seed,
+        "steps": parts.config.train.steps,
+        "world_size": parts.layout.world_size,
+        "train_seconds": round(seconds, 2),
+        **vars(totals),
+    }
+    for when, result in (("before", before), ("after", after)):
+        if result is not None:
+            summary[f"accuracy_{when}"] = result.pass_at[1]
+            summary |= {f"pass{k}_{when}": value for k, value in result.pass_at.items() if k > 1}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    plot_run(read_log(folder / "log.jsonl"), folder / "plot.png", f"{parts.config.algorithm.name}, {folder}")
+    log.message("")
+    for name, value in summary.items():
+        log.message(f"  {name:<22} {value:.4g}" if isinstance(value, float) else f"  {name:<22} {value}")
+    log.message("")
+    written = {"log": "log.jsonl", "TensorBoard": "tensorboard", "plot": "plot.png", "config": "config.yaml"}
+    written |= {"summary": "summary.json"} | ({"model": "export"} if parts.config.train.export else {})
+    for name, file in written.items():
+        log.message(f"  {name:<22} {folder / file}")
+
+
+def run(config: RunConfig) -> None:
+    """One whole run: checks, evaluation, training, evaluation, export."""
+    try:
+        questions = preflight(config)
+    except ValueError as wrong:
+        fail(str(wrong))
+    parts = build(config, questions)
+    for note in questions.notes:
+        parts.log.message(note)
+    try:
+        before = evaluate(parts, 0)
+        start = time.perf_counter()
+        totals = train(parts)
+        seconds = time.perf_counter() - start
+        after = evaluate(parts, config.train.steps)
+        finish(parts, before, after, totals, seconds)
+    finally:
+        parts.close()
+    shutdown()
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    run(parse_config(argv))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

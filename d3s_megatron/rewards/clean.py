@@ -9,7 +9,8 @@ import re
 
 _CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/",
-    "⁄": "/", "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "μ": r"\mu ",
+    "⁄": "/", "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", 
+    "μ": r"\mu ",
     "ω": r"\omega ", "φ": r"\phi ", "σ": r"\sigma ", "τ": r"\tau ", "ρ": r"\rho ", "Δ": r"\Delta ", "δ": r"\delta ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ",
     "∓": r"\mp ", "∅": r"\emptyset ", "°": r"^\circ ", "º": r"^\circ ", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}",

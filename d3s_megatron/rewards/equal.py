@@ -22,7 +22,7 @@ from d3s_megatron.rewards.structure import (
     Words,
     read_shape,
 )  # fmt: skip
-from d3s_megatron.rewards.values import same_value
+from d3s_megatron.rewards.values import choice_of, same_value
 
 MAX_LENGTH = 5000  # characters of an answer that is looked at; longer ones are only compared as spelling
 
@@ -40,6 +40,8 @@ def equal(gold: str, answer: str) -> bool:
         return bool(squeeze(gold))
     if r"\ldots" in gold + answer:
         return False  # who can say what stands for the dots
+    if (choice := choice_of(gold)) and (chosen := choice_of(answer)):
+        return choice == chosen  # before `B: 14` is read as a ratio
     try:
         return _same(read_shape(gold), read_shape(answer))
     except TooDeep:

@@ -53,6 +53,7 @@ _FUNCTIONS = {
     "sinh": mpmath.sinh, "cosh": mpmath.cosh, "tanh": mpmath.tanh, "exp": mpmath.exp, "ln": mpmath.log,
     "abs": abs, "floor": mpmath.floor, "ceil": mpmath.ceil,
 }  # fmt: skip
+_ODD_DEGREES = range(3, 100, 2)
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _NAMED = {*_FUNCTIONS, "log", "lg"} - {"abs", "floor", "ceil"}
 _GREEK = set(
@@ -60,6 +61,7 @@ _GREEK = set(
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega hbar ell mho".split()
 )
 _DECORATIONS = {"dot", "ddot", "bar", "overline", "vec", "hat", "tilde", "widehat", "overrightarrow"}
+_FACTORS = {*_GREEK, *_NAMED, *_DECORATIONS, "frac", "sqrt", "pi", "binom"}
 # Letters that are read as functions before a bracket; after any other letter a bracket is a factor.
 _UNKNOWN_FUNCTIONS = {"f", "g", "h", "u", "F", "G", "H", "delta", "mho"}
 
@@ -70,8 +72,6 @@ def read_expression(text: str) -> Node:
     Raises:
         Unreadable: it is no expression, or has constructions that are not known here.
     """
-    if re.search(r"\\frac\s*\{\s*(?:d|\\partial)\b|\\ldots", text):
-        raise Unreadable("derivatives and dots are not read here")
     return _Reader(_tokens(text)).read()
 
 
@@ -144,7 +144,7 @@ class _Reader:
         return node
 
     def _implicit(self, left: Node) -> Node:
-        if self._kind() == "number":  # `3 5`, `x 2`: not something to guess about
+        if self._kind() == "number" and self._tokens[self._position - 1][1] != ")":  # `3 5`, `x 2`: no guessing
             raise Unreadable("a number after a factor")
         mixed = left.op == "num" and self._peek() == r"\frac"
         right = self._power()
@@ -161,9 +161,7 @@ class _Reader:
             return not self._in_bars
         if kind in ("number", "letter") or token in ("(", "[", "{", r"\lfloor", r"\lceil"):
             return True
-        return kind == "command" and token[1:] in (
-            _GREEK | _NAMED | _DECORATIONS | {"frac", "sqrt", "pi", "binom", "infty"}
-        )
+        return kind == "command" and token[1:] in _FACTORS
 
     def _signed(self) -> Node:
         negative = False
@@ -248,6 +246,8 @@ class _Reader:
 
     def _command(self, name: str) -> Node:
         if name == "frac":
+            if self._peek() == "{" and self._peek(1) in ("d", r"\partial") and (derivative := self._derivative()):
+                return self._symbol(derivative)
             return Node("div", (self._argument(), self._argument()))
         if name == "binom":
             return Node("choose", (self._argument(), self._argument()))
@@ -266,6 +266,17 @@ class _Reader:
         if name in _GREEK:
             return self._symbol(name)
         raise Unreadable(f"unknown command \\{name}")
+
+    def _derivative(self) -> str | None:
+        """The spelling of `{d x}{d t}`, which is one unknown quantity and not a quotient of products."""
+        start = self._position
+        self._take()
+        above = self._raw_until_close()
+        if self._peek() == "{" and self._peek(1) == self._tokens[start + 1][1] and self._peek(2) not in ("", "}"):
+            self._take()
+            return f"frac({above})({self._raw_until_close()})"
+        self._position = start
+        return None
 
     def _function(self, name: str) -> Node:
         base: Node | None = None

@@ -27,7 +27,8 @@ from d3s_megatron.rewards.values import sample_point
 Same = Callable[[Shape, Shape], bool]
 
 _NAME = re.compile(
-    r"(?:\\[a-zA-Z]+\s*|[a-zA-Z]\s*|\{[a-zA-Z ]*\}|_\s*(?:\{[^{}]*\}|\w)\s*|'|\^\s*\{?\s*\\prime\s*\}?|\([\w,\s]*\)|\|)+"
+    r"(?:\\[a-zA-Z]++\s*|[a-zA-Z]\s*|\{[a-zA-Z ]*\}|_\s*(?:\{[^{}]*\}|\w)\s*|'|\^\s*\{?\s*\\prime\s*\}?"
+    r"|\([\w,\s]*\)|\|)++"
 )
 _OUTPUT = re.compile(r"y|[fghp]\(?[a-z]?\)?")  # y, f(x): what a rule is for, and not part of it
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}

@@ -247,9 +247,10 @@ def _bracket(opening: str, closing: str, inner: list[str], level: int) -> Shape:
 
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_ONLY_WORDS = re.compile(r"[^\W\d_][^\W\d_'\-]*(?:[\s,.'\"!?()-]+[^\W\d_][^\W\d_'\-]*)*[.!?]?")
-_SHORT_WORDS = {"yes", "no", "odd", "even", "all", "any", "none", "true", "false", "and", "not", "one", "two", "six",
-                "ten", "red", "day", "sum", "max", "min", "mon", "tue", "wed", "thu", "fri", "sat", "sun", "dne"}  # fmt: skip
+_ONLY_WORDS = re.compile(r"[^\W\d_]+(?:[\s,.'\"!?()-]+[^\W\d_]+)*[.!?]?")
+_SHORT_WORDS = {"yes", "no", "odd", "even", "all", "any", "none", "true", "false", "and", "not", "one", "two",
+                "six", "ten", "red", "day", "sum", "max", "min", "mon", "tue", "wed", "thu", "fri", "sat",
+                "sun", "dne"}  # fmt: skip
 
 
 def _words(text: str) -> str | None:

@@ -23,8 +23,10 @@ _NAMES = {name: measure for measure, names in _MEASURES.items() for name in [mea
 _ONE_LETTER = {"m", "s", "h", "g", "l", "L"}  # after a number these may be units; elsewhere they are symbols
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
-_TEXT_UNIT = re.compile(r"((?:\\text\{[^{}]*\}\s*(?:\^\s*(?:\{\s*-?\d\s*\}|\d))?[\s/.]*(?:\\cdot)?\s*)+)$")
-_BARE_UNIT = re.compile(r"(?<=[\d}\s)])\s*((?:[a-zA-Z¢€£.]+[\s/]*)+(?:\^\s*(?:\{\s*\d\s*\}|\d))?)$")
+# Every repetition starts with a character that the one before cannot end with, so matching takes linear time.
+_TEXT_UNIT = re.compile(r"((?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?[\s/.]*(?:\\cdot\s*)?)+)$")
+_BARE_UNIT = re.compile(r"(?<=[\d}\s)])((?:[a-zA-Z¢€£.]+[\s/]+)*[a-zA-Z¢€£.]+(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?)$")
+_LONGEST_UNIT = 60  # characters
 _MONEY = re.compile(r"^\s*([+-]?)\s*(\\\$|€|£|¥|USD|US\\\$)\s*([+-]?)")
 _PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:%|percent)\s*\}|percent(?:age)?|pct)\s*$", re.IGNORECASE)
 _DEGREE = re.compile(r"\s*\^\\circ\s*([CFK]|\\text\{\s*[CFK]\s*\})?\s*$")
@@ -59,7 +61,9 @@ def take_off_unit(text: str) -> Quantity:
         return Quantity(text[:-2].strip(), (("$", 1),))
     if (match := _TEXT_UNIT.search(text)) and _can_be_counted(text[: match.start()]):
         return _with_unit(text[: match.start()].strip(), re.sub(r"\\text\{([^{}]*)\}", r" \1 ", match.group(1)))
-    if (match := _BARE_UNIT.search(text)) and _NUMBER_END.search(text[: match.start()].strip()):
+    if (match := _BARE_UNIT.search(text, max(0, len(text) - _LONGEST_UNIT))) and _NUMBER_END.search(
+        text[: match.start()].strip()
+    ):
         words = match.group(1)
         unit = _read_unit(words)
         if unit is not None and (len(words.strip(" .")) > 1):

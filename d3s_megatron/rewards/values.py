@@ -34,19 +34,19 @@ def same_value(gold: str, answer: str) -> bool:
     gold, answer = _plain(gold), _plain(answer)
     if squeeze(gold) == squeeze(answer):
         return True
-    if _CHOICE.fullmatch(gold.strip()) and (choice := _choice(answer)):
-        return choice == _choice(gold)
     if _BASED.fullmatch(gold) or _BASED.fullmatch(answer):
         return _same_in_base(gold, answer)
     return _same_quantity(take_off_unit(gold), take_off_unit(answer))
 
 
 def _plain(text: str) -> str:
-    """Upright numbers and letters made plain."""
+    """Upright numbers and letters made plain, without a plus in front."""
+    text = text.removeprefix("+")
     return re.sub(r"\\text\{\s*(\(?[-+]?[\d.,]+\)?|\(?[A-J]\)?)\s*\}", r" \1 ", text).strip()
 
 
-def _choice(text: str) -> str | None:
+def choice_of(text: str) -> str | None:
+    """The letter of a multiple choice, alone, in brackets, or before the text of the option."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
     match = _CHOICE.fullmatch(text) or _CHOICE_AND_TEXT.fullmatch(text)
     return match.group(1) if match else None

@@ -51,7 +51,8 @@ def pack(
         # The last scored token is a target only: no hidden state after it is ever read.
         spans.append(len(sample.prompt_ids) + last - 1 if last else 0)
     present = [i for i, span in enumerate(spans) if span]
-    bins = ops.first_fit([spans[i] for i in present], max_tokens)
+    # A sample longer than a row fills one of its own.
+    bins = ops.first_fit([min(spans[i], max_tokens) for i in present], max_tokens)
     return [_row(samples, [present[j] for j in sorted(members)], spans, multiple_of, scored) for members in bins]
 
 

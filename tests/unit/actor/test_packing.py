@@ -1,0 +1,64 @@
+"""Packing: the invariants on random batches, and what is left out of a row."""
+
+import torch
+from builders import random_samples
+from helpers import check_packing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d3s_megatron.actor.packing import distribute, empty_row, fill_up, pack, same_length, split_rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(num=st.integers(0, 40), seed=st.integers(0, 9), max_tokens=st.integers(1, 60), multiple=st.sampled_from([1, 2, 4]))
+def test_every_response_token_is_scored_once_from_the_position_before_it(num, seed, max_tokens, multiple):
+    samples = random_samples(num, seed)
+    check_packing(samples, pack(samples, max_tokens, multiple), max_tokens, multiple)
+
+
+def test_labels_do_not_cross_the_border_between_two_samples():
+    """Fault C08: packed [5,6,7,8] and [30,31,32] have five scored positions when the first token is the prompt."""
+    from d3s_megatron.types import Sample
+
+    samples = [
+        Sample(0, (5,), (6, 7, 8), (0.0,) * 3, 1.0),
+        Sample(1, (30,), (31, 32), (0.0,) * 2, 1.0),
+    ]
+    (row,) = pack(samples, 100)
+    assert row.token_ids.tolist() == [5, 6, 7, 30, 31]
+    assert row.rows.tolist() == [0, 1, 2, 3, 4]
+    assert row.targets.tolist() == [6, 7, 8, 31, 32]
+
+
+def test_a_sample_ends_after_its_last_scored_token_and_one_without_any_is_left_out():
+    samples = random_samples(3, seed=3)
+    lengths = [len(s.response_ids) for s in samples]
+    scored = [torch.zeros(length, dtype=torch.bool) for length in lengths]
+    scored[1][0] = scored[2][-1] = True
+    (row,) = pack(samples, 1000, scored=scored)
+    assert row.samples == (1, 2)
+    assert row.cu_seqlens.tolist()[1] == len(samples[1].prompt_ids)
+    assert row.targets.tolist() == [samples[1].response_ids[0], samples[2].response_ids[-1]]
+
+
+def test_values_of_all_rows_come_back_to_their_samples():
+    samples = random_samples(13, seed=1)
+    rows = pack(samples, 20)
+    values = torch.cat([row.targets for row in rows])
+    back = split_rows(values, rows, len(samples))
+    assert [tuple(v.tolist()) for v in back] == [s.response_ids for s in samples]
+
+
+def test_ranks_with_fewer_rows_are_filled_up_and_stages_get_one_shape():
+    rows = fill_up(pack(random_samples(5), 12), 9, multiple_of=2)
+    assert len(rows) == 9 and rows[-1].samples == () and len(rows[-1].rows) == 0
+    assert len(empty_row(4).token_ids) == 4
+    assert len({len(row.token_ids) for row in same_length(rows)}) == 1
+    for before, after in zip(rows, same_length(rows), strict=True):
+        assert torch.equal(before.targets, after.targets) and int(after.cu_seqlens[-1]) == len(after.token_ids)
+
+
+def test_ranks_get_every_sample_once():
+    parts = distribute([9, 1, 1, 8, 7, 3], 3)
+    assert sorted(i for part in parts for i in part) == [0, 1, 2, 3, 4, 5]
+    assert distribute([], 2) == [[], []]

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from d3s_megatron import stages
 from d3s_megatron.actor.parallel import gather_rows, shutdown
@@ -189,9 +192,17 @@ def run(config: RunConfig) -> None:
     shutdown()
 
 
+def quiet_libraries() -> None:
+    """Keeps start-up chatter of torch, transformers and megatron-core, once a rank, out of the table."""
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|megatron)\.")
+    disable_progress_bar()
+
+
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    run(parse_config(argv))
+    config = parse_config(argv)
+    quiet_libraries()
+    run(config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+# Every target does its own set-up: a virtual environment in .venv, the packages, the compiled extension.
+#
+#   make quickstart [SEED=0]   train a tiny model with D3S, two processes, no GPU (at most 4 minutes after set-up)
+#   make test                  every test that needs no GPU (at most 10 minutes)
+#   make lint                  ruff and clang-format, as CI runs them
+#   make clean                 remove .venv and what was built
+#
+# PYTHON=python3.12 takes another interpreter; PIP_FLAGS is given to every pip call, for example the index of
+# PyTorch's CPU wheels.
+
+PYTHON ?= python3
+SEED ?= 0
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CONSTRAINTS = constraints/py$(shell $(PYTHON) -c 'import sys; print("311" if sys.version_info < (3, 12) else "312")').txt
+SOURCES := setup.py pyproject.toml $(wildcard constraints/*.txt) \
+           $(shell find csrc -type f -not -name '*.md' 2>/dev/null)
+
+.PHONY: quickstart test lint clean setup
+
+quickstart: $(STAMP)
+	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED) --out runs/quickstart
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; give another one, e.g. make PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# torch first and alone, so that nothing below can pull in a CUDA build.
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) -c $(CONSTRAINTS) torch
+	PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $(BIN)/python -m pip install -q $(PIP_FLAGS) -e '.[dev]'
+	$(BIN)/python -m d3s_megatron.ops
+	touch $@
+
+clean:
+	rm -rf $(VENV) build d3s_megatron.egg-info d3s_megatron/ops/*.so

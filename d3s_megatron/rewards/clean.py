@@ -31,6 +31,7 @@ _RULES = [
     (re.compile("√"), r"\\sqrt "),
     # thousands, while their marks can still be told from other commas and spaces
     (re.compile(r"(?<=\d)(?:\{,\}|,\s*\\!|\\[,!]|\{\\,\})\s*(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=\{)\d{1,3}(?:,\d{3})+(?=\})"), lambda m: m.group().replace(",", "")),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # the decimal comma as TeX users write it
     (re.compile(r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg)(?![a-zA-Z])\.?"), ""),
     (re.compile(r"\\(?:displaystyle|textstyle|limits|boldsymbol|mathbf|mathbb(?!\{R\})|mathit|phantom\{[^{}]*\})"), ""),
@@ -39,6 +40,10 @@ _RULES = [
     (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
     (re.compile(r"\\(?:mathrm|textrm|textbf|textit|textnormal|textsf|mbox|hbox|operatorname\*?|rm)\s*\{"), r"\\text{"),
     (re.compile(r"\\text\s+\{"), r"\\text{"),
+    (re.compile(r"\\(?:boxed|fbox)\s*\{"), "{"),
+    (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}"), r"\\text{\1/\2}"),
+    (re.compile(r"^\s*\\text\{[^{}]*(?:\bis|\bare|[:=])\s*\}(?=.*\S)"), ""),
+    (re.compile(r"^\s*\\text\{(\s*(?:\\\$)?[-+(.]?\s*\d[^{}]*)\}\s*$"), r"\1"),
     (re.compile(r"\\text\{\s*([.,;:]*)\s*\}"), r" \1 "),
     (re.compile(r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}"), ", "),
     (re.compile(r",?\s+(?:and|or)\s+(?=[^a-zA-Z]|[a-zA-Z]\b)"), ", "),
@@ -67,9 +72,13 @@ _RULES = [
     (re.compile(r"(?<![a-zA-Z\\])sqrt(?![a-zA-Z])"), r"\\sqrt"),
     (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
+    (re.compile(r"^\s*([a-z])\s*(?=(?:\[[^()\[\]]*,[^()\[\]]*[\])]|\([^()\[\]]*,[^()\[\]]*\])\s*$)"), r"\1\\in "),
+    (re.compile(r"^\s*\]([^()\[\]]*,[^()\[\]]*)(?=[\[\]]\s*$)"), r"(\1"),
+    (re.compile(r"^(\s*[(\[][^()\[\]]*,[^()\[\]]*)\[\s*$"), r"\1)"),
     (re.compile(r"\s+"), " "),
 ]  # fmt: skip
 
+_MOST_GROUPS = 8  # pairs of braces around the whole text that are worth taking off
 _TRAILING = re.compile(r"(?:\s|[.,;:]|(?<!\\)\\\\)+$")
 _BRACED_ATOM = re.compile(r"(?<=[\^_])\{([a-zA-Z0-9])\}")
 
@@ -78,10 +87,14 @@ def clean(text: str) -> str:
     """The usual spelling of an answer; dollar signs around mathematics go, those of money become `\\$`."""
     text = text.translate(_TRANSLATION)
     text = _drop_math_signs(text)
+    if r"\begin" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z]{2})", r"\\", text)  # \\\\frac: a backslash escaped twice
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     text = _TRAILING.sub("", text.strip())
-    while (inner := _whole_group(text)) is not None:
+    for _ in range(_MOST_GROUPS):
+        if (inner := _whole_group(text)) is None:
+            break
         text = _TRAILING.sub("", inner.strip())
     return text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from d3s_megatron.rewards.clean import clean, squeeze
-from d3s_megatron.rewards.relations import name_of, same_relation, spread
+from d3s_megatron.rewards.relations import is_name, name_of, same_relation, spread
 from d3s_megatron.rewards.structure import (
     Interval,
     Items,
@@ -20,11 +20,13 @@ from d3s_megatron.rewards.structure import (
     Union,
     Value,
     Words,
+    children,
     read_shape,
 )  # fmt: skip
-from d3s_megatron.rewards.values import choice_of, same_value
+from d3s_megatron.rewards.values import choice_of, is_readable, same_value
 
-MAX_LENGTH = 5000  # characters of an answer that is looked at; longer ones are only compared as spelling
+MAX_LENGTH = 10_000  # characters of an answer that is looked at; longer ones are only compared as spelling
+_ALTERNATIVES = re.compile(r"\\text\s*\{\s*OR\s*\}")  # some data sets give a gold in several forms
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -35,6 +37,8 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if len(answer) > MAX_LENGTH or len(gold) > MAX_LENGTH:
         return False
+    if _ALTERNATIVES.search(gold):
+        return any(equal(one, answer) for one in _ALTERNATIVES.split(gold))
     gold, answer = clean(gold), clean(answer)
     if squeeze(gold) == squeeze(answer):
         return bool(squeeze(gold))
@@ -49,8 +53,23 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def is_parsable(gold: str) -> bool:
-    """Whether a gold says anything that an answer can be compared with."""
-    return bool(gold.strip()) and bool(clean(gold))
+    """Whether a gold is understood, so that an answer can be compared with it."""
+    if not gold.strip() or len(gold) > MAX_LENGTH:
+        return False
+    if _ALTERNATIVES.search(gold):
+        return all(is_parsable(one) for one in _ALTERNATIVES.split(gold))
+    try:
+        return _is_readable(read_shape(clean(gold)))
+    except TooDeep:
+        return False
+
+
+def _is_readable(shape: Shape) -> bool:
+    if isinstance(shape, Words):
+        return bool(shape.text)
+    if isinstance(shape, Value):
+        return is_name(shape) or is_readable(shape.text)
+    return all(map(_is_readable, children(shape)))
 
 
 def _same(gold: Shape, answer: Shape) -> bool:

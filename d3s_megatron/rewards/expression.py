@@ -14,13 +14,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb, factorial
+from math import comb, factorial, prod
 from typing import Any
 
 import mpmath
 
 MAX_DEPTH = 40
-MAX_TOKENS = 4000
+MAX_TOKENS = 2000
+MAX_DIGITS = 2000  # of one literal; Python itself refuses to read more than 4300
 MAX_BITS = 200_000  # of an exact number: 2^1009, 2023! and 999^4 are welcome, 9^{9^9} is not
 MAX_EXPONENT = 1_000_000  # |y log x| of x^y in floating point
 MAX_FACTORIAL = 10_000
@@ -61,7 +62,8 @@ _GREEK = set(
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega hbar ell mho".split()
 )
 _DECORATIONS = {"dot", "ddot", "bar", "overline", "vec", "hat", "tilde", "widehat", "overrightarrow"}
-_FACTORS = {*_GREEK, *_NAMED, *_DECORATIONS, "frac", "sqrt", "pi", "binom"}
+_OF_SEVERAL = {"gcd", "max", "min"}  # compared by the spelling of their arguments
+_FACTORS = {*_GREEK, *_NAMED, *_DECORATIONS, "frac", "sqrt", "pi", "binom", *_OF_SEVERAL}
 # Letters that are read as functions before a bracket; after any other letter a bracket is a factor.
 _UNKNOWN_FUNCTIONS = {"f", "g", "h", "u", "F", "G", "H", "delta", "mho"}
 
@@ -87,6 +89,13 @@ def _tokens(text: str) -> list[tuple[str, str]]:
         tokens.append((kind, match[kind]))
         position = match.end()
     return tokens
+
+
+_ONE = Node("num", (Fraction(1),))
+
+
+def _multiply(factors: list[Node]) -> Node:
+    return Node("mul", tuple(factors)) if len(factors) > 1 else factors[0]
 
 
 class _Reader:
@@ -117,43 +126,40 @@ class _Reader:
         return token
 
     def _sum(self) -> Node:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
-        node = self._product()
+        terms = [self._product()]
         while self._peek() in ("+", "-"):
             operator = self._take()
-            right = self._product()
-            node = Node("add", (node, right if operator == "+" else Node("neg", (right,))))
-        self._depth -= 1
-        return node
+            term = self._product()
+            terms.append(term if operator == "+" else Node("neg", (term,)))
+        return Node("add", tuple(terms)) if len(terms) > 1 else terms[0]
 
     def _product(self) -> Node:
-        node = self._signed()
+        factors = [self._signed()]
         while token := self._peek():
             if token in ("*", r"\cdot", r"\times"):
                 self._take()
-                node = Node("mul", (node, self._signed()))
+                factors.append(self._signed())
             elif token in ("/", r"\div"):
                 self._take()
-                node = Node("div", (node, self._signed()))
+                factors.append(Node("div", (_ONE, self._signed())))
             elif self._starts_factor():
-                node = self._implicit(node)
+                factors.append(self._implicit(factors))
             else:
                 break
-        return node
+        return _multiply(factors)
 
-    def _implicit(self, left: Node) -> Node:
-        if self._kind() == "number" and self._tokens[self._position - 1][1] != ")":  # `3 5`, `x 2`: no guessing
-            raise Unreadable("a number after a factor")
-        mixed = left.op == "num" and self._peek() == r"\frac"
+    def _implicit(self, factors: list[Node]) -> Node:
+        """The next factor, which no sign precedes; the whole part of a mixed number is taken off `factors`."""
+        if self._kind() == "number" and self._tokens[self._position - 1][0] == "number":  # `3 5`: no guessing
+            raise Unreadable("two numbers side by side")
+        mixed = factors[-1].op == "num" and self._peek() == r"\frac"
         right = self._power()
         if mixed and right.op == "div" and all(part.op == "num" for part in right.args):
             numerator, denominator = (part.args[0] for part in right.args)
-            if not 0 < numerator < denominator or left.args[0].denominator != 1:
+            if not 0 < numerator < denominator or factors[-1].args[0].denominator != 1:
                 raise Unreadable("not a mixed number")
-            return Node("add", (left, right))
-        return Node("mul", (left, right))
+            return Node("add", (factors.pop(), right))
+        return right
 
     def _starts_factor(self) -> bool:
         token, kind = self._peek(), self._kind()
@@ -184,9 +190,10 @@ class _Reader:
     def _postfix(self, node: Node) -> Node:
         if self._peek() == "!":
             self._take()
-            if self._peek() == "!":
-                raise Unreadable("double factorial")
-            return Node("fact", (node,))
+            if self._peek() != "!":
+                return Node("fact", (node,))
+            self._take()
+            return Node("fact2", (node,))
         return node
 
     def _script(self) -> Node:
@@ -201,8 +208,12 @@ class _Reader:
 
     def _group(self, opening: str, closing: str) -> Node:
         self._take(opening)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise Unreadable("nested too deeply")
         bars, self._in_bars = self._in_bars, 0
         node = self._sum()
+        self._depth -= 1
         self._in_bars = bars
         self._take(closing)
         return node
@@ -217,8 +228,18 @@ class _Reader:
         return self._atom()
 
     def _atom(self) -> Node:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise Unreadable("nested too deeply")
+        node = self._read_atom()
+        self._depth -= 1
+        return node
+
+    def _read_atom(self) -> Node:
         kind, token = self._kind(), self._peek()
         if kind == "number":
+            if len(token) > MAX_DIGITS:
+                raise Unreadable("too many digits")
             self._take()
             return Node("num", (Fraction(token + "0" if token.endswith(".") else token),))
         if token == "(":
@@ -261,6 +282,9 @@ class _Reader:
             self._take("{")
             inside = self._raw_until_close()
             return self._symbol(f"{name}({inside})")
+        if name in _OF_SEVERAL and self._peek() == "(":
+            self._take()
+            return self._symbol(f"{name}({self._raw_until_close()})")
         if name == "pi":
             return Node("pi", ())
         if name in _GREEK:
@@ -297,10 +321,10 @@ class _Reader:
         """The argument of a function: a bracket, or the factors up to the next operator or function."""
         if self._peek() in ("(", "[", "{", "|"):
             return self._power()
-        node = self._signed_operand()
+        factors = [self._signed_operand()]
         while self._starts_factor() and self._peek()[1:] not in _NAMED and self._peek() not in ("(", "["):
-            node = self._implicit(node)
-        return node
+            factors.append(self._implicit(factors))
+        return _multiply(factors)
 
     def _signed_operand(self) -> Node:
         if self._peek() == "-":
@@ -309,10 +333,11 @@ class _Reader:
         return self._power()
 
     def _raw_until_close(self) -> str:
+        """The tokens up to the bracket that closes the one just taken, which is taken too."""
         depth, inside = 1, []
         while True:
             token = self._take()
-            depth += (token == "{") - (token == "}")
+            depth += (token in "{(") - (token in "})")
             if not depth:
                 return "".join(inside)
             inside.append(token)
@@ -378,10 +403,12 @@ def exact(node: Node) -> Fraction | None:
         return Fraction(a.numerator // a.denominator)
     if node.op == "ceil":
         return Fraction(-(-a.numerator // a.denominator))
-    if node.op == "add":
-        return _checked(a + b)
-    if node.op == "mul":
-        return _checked(a * b)
+    if node.op in ("add", "mul"):
+        total = a
+        for value in values[1:]:
+            assert value is not None
+            total = _checked(total + value if node.op == "add" else total * value)
+        return total
     if node.op == "div":
         return _checked(a / b)
     if node.op == "pow":
@@ -449,9 +476,9 @@ def evaluate(node: Node, point: Mapping[str, Any], natural_log: bool) -> Any:
     if op == "neg":
         return -value(args[0])
     if op == "add":
-        return value(args[0]) + value(args[1])
+        return sum(map(value, args))
     if op == "mul":
-        return value(args[0]) * value(args[1])
+        return prod(map(value, args))
     if op == "div":
         return value(args[0]) / value(args[1])
     if op == "pow":
@@ -466,11 +493,11 @@ def evaluate(node: Node, point: Mapping[str, Any], natural_log: bool) -> Any:
         ):
             return -_power(-mpmath.re(radicand), 1 / degree)  # the real cube root
         return _power(radicand, 1 / degree)
-    if op in ("fact", "choose"):
+    if op in ("fact", "fact2", "choose"):
         values = [value(child) for child in args]
         if any(abs(v) > MAX_FACTORIAL for v in values):
             raise TooLarge(op)
-        return mpmath.factorial(values[0]) if op == "fact" else mpmath.binomial(*values)
+        return {"fact": mpmath.factorial, "fact2": mpmath.fac2, "choose": mpmath.binomial}[op](*values)
     if op == "log":
         if len(args) == 2:
             return mpmath.log(value(args[0])) / mpmath.log(value(args[1]))

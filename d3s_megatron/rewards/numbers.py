@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 2000  # of one literal; Python itself refuses to read more than 4300
+from d3s_megatron.rewards.expression import MAX_DIGITS
+
 MAX_POWER_OF_TEN = 5000
 
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.\d*)?"

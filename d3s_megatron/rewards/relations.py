@@ -62,6 +62,8 @@ def spread(shape: Shape) -> Shape:
 
 def is_name(shape: Shape) -> bool:
     """Whether a side only names what the other side is: x, f(x), A_{max}, words."""
+    if isinstance(shape, Items):  # (x, y)
+        return shape.kind == "tuple" and all(map(is_name, shape.items))
     return isinstance(shape, Words) or isinstance(shape, Value) and bool(_NAME.fullmatch(shape.text.strip()))
 
 
@@ -118,8 +120,10 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> bool:
         both_outputs = bool(_OUTPUT.fullmatch(_spelling(g)) and _OUTPUT.fullmatch(_spelling(a)))
         if (_spelling(g) == _spelling(a) or both_outputs) and same(gold.sides[-1], answer.sides[-1]):
             return True
-    elif len(gold.sides) == len(answer.sides) == 2 and same(g, a) and same(gold.sides[1], answer.sides[1]):
-        return True
+    if len(gold.sides) == len(answer.sides) == 2:
+        left, right = answer.sides
+        if same(g, left) and same(gold.sides[1], right) or same(g, right) and same(gold.sides[1], left):
+            return True
     return _same_zeros(gold, answer)
 
 

@@ -101,6 +101,21 @@ class Ratio:
 Shape = Value | Words | Items | Interval | Union | Relation | Matrix | Ratio
 
 
+def children(shape: Shape) -> tuple[Shape, ...]:
+    """The parts of a shape."""
+    if isinstance(shape, Items):
+        return shape.items
+    if isinstance(shape, Union | Ratio):
+        return shape.parts
+    if isinstance(shape, Interval):
+        return shape.low, shape.high
+    if isinstance(shape, Relation):
+        return shape.sides
+    if isinstance(shape, Matrix):
+        return tuple(cell for row in shape.rows for cell in row)
+    return ()
+
+
 class TooDeep(ValueError):
     """The brackets are nested too deeply, or there are too many items."""
 
@@ -133,6 +148,8 @@ def _read(pieces: list[str], level: int) -> Shape:
         return _list(parts, level)
     if len(parts := _split(pieces, depths, {r"\cup"})) > 1:
         return Union(tuple(_read(part, level + 1) for part in parts))
+    pieces, depths = _before_approximation(pieces, depths)
+    text = "".join(pieces)
     ops = [_RELATIONS[p] for p, depth in zip(pieces, depths, strict=True) if depth == 0 and p in _RELATIONS]
     if ops:
         sides = _split(pieces, depths, set(_RELATIONS))
@@ -141,6 +158,8 @@ def _read(pieces: list[str], level: int) -> Shape:
         if all(_strip(side) for side in sides) and "in" not in ops and "==" not in ops:
             return Relation(tuple(_read(side, level + 1) for side in sides), tuple(ops))
         return Value(text)
+    if (inner := _bracketed(pieces, depths)) is not None:
+        return _bracket(pieces[0], pieces[-1], inner, level)
     signs = [p for p, depth in zip(pieces, depths, strict=True) if p in (r"\pm", r"\mp")]
     if signs:
         plus = ["+" if p == r"\pm" else "-" if p == r"\mp" else p for p in pieces]
@@ -152,9 +171,19 @@ def _read(pieces: list[str], level: int) -> Shape:
         return Matrix(cells, match.group(1) in ("vmatrix", "Vmatrix"))
     if len(parts := _split(pieces, depths, {":"})) > 1 and all(_strip(part) for part in parts):
         return Ratio(tuple(_read(part, level + 1) for part in parts))
-    if (inner := _bracketed(pieces, depths)) is not None:
-        return _bracket(pieces[0], pieces[-1], inner, level)
     return Value(text)
+
+
+def _before_approximation(pieces: list[str], depths: list[int]) -> tuple[list[str], list[int]]:
+    """`1/3 \\approx 0.33` says 1/3; `x \\approx 0.33` says x = 0.33."""
+    for position, (piece, depth) in enumerate(zip(pieces, depths, strict=True)):
+        if (
+            piece == r"\approx"
+            and depth == 0
+            and any(character.isdigit() for p in pieces[:position] for character in p)
+        ):
+            return _strip(pieces[:position]), _depths(_strip(pieces[:position]))
+    return pieces, depths
 
 
 def _strip(pieces: list[str]) -> list[str]:
@@ -233,6 +262,8 @@ def _bracket(opening: str, closing: str, inner: list[str], level: int) -> Shape:
         raise TooDeep("too many items")
     items = tuple(_read(part, level + 1) for part in parts)
     if opening == r"\{":
+        if (condition := _condition(inner)) is not None:
+            return _read(condition, level + 1)
         flat: list[Shape] = []
         for item in items:  # \{1 \pm \sqrt5, 2\}
             flat += item.items if isinstance(item, Items) and item.kind == "list" else [item]
@@ -244,6 +275,15 @@ def _bracket(opening: str, closing: str, inner: list[str], level: int) -> Shape:
             return Value("".join([opening, *inner, closing]))
         return items[0]
     return Items("bracket" if opening == "[" else "tuple", items)
+
+
+def _condition(inner: list[str]) -> list[str] | None:
+    r"""What a set like \{x | 2 < x < 3\} asks of its one symbol."""
+    for position, piece in enumerate(inner):
+        if piece in ("|", ":"):
+            before = "".join(inner[:position])
+            return inner[position + 1 :] if re.fullmatch(r"\s*[a-z]\s*(?:\\in\s*\S+\s*)?", before) else None
+    return None
 
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")

@@ -30,6 +30,7 @@ _LONGEST_UNIT = 60  # characters
 _MONEY = re.compile(r"^\s*([+-]?)\s*(\\\$|€|£|¥|USD|US\\\$)\s*([+-]?)")
 _PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:%|percent)\s*\}|percent(?:age)?|pct)\s*$", re.IGNORECASE)
 _DEGREE = re.compile(r"\s*\^\\circ\s*([CFK]|\\text\{\s*[CFK]\s*\})?\s*$")
+_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _WORD = re.compile(r"([a-zA-Z¢€£$.]+)\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?")
 _NUMBER_END = re.compile(r"[\d.)}]$|\\pi$")
 
@@ -55,7 +56,7 @@ def take_off_unit(text: str) -> Quantity:
         return Quantity(rest.body, rest.unit or ((currency, 1),), rest.percent)
     if (match := _PERCENT.search(text)) and match.start():
         return Quantity(text[: match.start()], percent=True)
-    if (match := _DEGREE.search(text)) and match.start():
+    if (match := _DEGREE.search(text)) and match.start() and not _ANGLE_FUNCTION.search(text):
         return Quantity(text[: match.start()], degree=True)
     if text.endswith(r"\$"):
         return Quantity(text[:-2].strip(), (("$", 1),))

@@ -15,14 +15,18 @@ import mpmath
 from d3s_megatron.rewards import expression
 from d3s_megatron.rewards.clean import squeeze
 from d3s_megatron.rewards.expression import Node, TooLarge, Unreadable, evaluate, exact, read_expression, symbols
+from d3s_megatron.rewards.library import can_try, library_equal, library_reads
 from d3s_megatron.rewards.numbers import Decimal, read_number
 from d3s_megatron.rewards.units import Quantity, take_off_unit, units_conflict
 
 ROUNDED_DIGITS = 6
 _SAME = mpmath.mpf(10) ** -40  # relative; values are worked out to 60 digits
 _NUM_POINTS = 4
+_NUM_INTEGER_POINTS = 8
 
-_BASED = re.compile(r"(?P<digits>[0-9A-Za-z,. ]+?)\s*_\s*(?:\{\s*(?:\\text\{)?\s*(?P<a>\w+)\s*\}?\s*\}|(?P<b>\d+))")
+_BASED = re.compile(
+    r"(?=[^_]*\d)(?P<digits>-?[0-9A-Za-z,. ]+?)\s*_\s*(?:\{\s*(?:\\text\{|\()?\s*(?P<a>-?\w+)\s*[)}]?\s*\}|(?P<b>\d+))"
+)
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_AND_TEXT = re.compile(r"\(?([A-J])(?:\)|:|\.\s|\)\s*:)\s*\S.*")
 
@@ -37,6 +41,21 @@ def same_value(gold: str, answer: str) -> bool:
     if _BASED.fullmatch(gold) or _BASED.fullmatch(answer):
         return _same_in_base(gold, answer)
     return _same_quantity(take_off_unit(gold), take_off_unit(answer))
+
+
+def is_readable(text: str) -> bool:
+    """Whether one value is understood, and not only compared by its spelling."""
+    text = _plain(text)
+    body = take_off_unit(text).body
+    if re.fullmatch(r"\s*[-+]?\s*\\(?:infty|emptyset)\s*", body) or _BASED.fullmatch(text) or read_number(body):
+        return True
+    if re.fullmatch(r"[-+]?\d{2001,}", body):
+        return True  # too many digits to be worked with, and plain enough to be compared by them
+    try:
+        _tree(body)
+    except Unreadable:
+        return library_reads(body)
+    return True
 
 
 def _plain(text: str) -> str:
@@ -64,7 +83,7 @@ def _same_in_base(gold: str, answer: str) -> bool:
 
 
 def _same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    if gold.guess and not answer.guess:  # in a gold "6m" the m is a symbol
+    if gold.guess and answer.unit != gold.unit:  # in a gold "6m" the m is a symbol
         gold = Quantity(gold.body + " " + (gold.unit[0][0] if gold.unit else ""))
     if units_conflict(gold, answer):
         return False
@@ -91,12 +110,13 @@ def _same_body(gold: str, answer: str) -> bool:
     try:
         return same_expression(_tree(gold), _tree(answer), g, a)
     except Unreadable:
-        return False
+        return (can_try(gold) or can_try(answer)) and library_equal(gold, answer)
 
 
 def _tree(text: str) -> Node:
     if number := read_number(text):
         return Node("num", (number.value,))
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # 100,000\pi; the commas of lists are gone before
     return read_expression(_degrees_to_radians(text))
 
 
@@ -146,16 +166,17 @@ def same_expression(gold: Node, answer: Node, g: Decimal | None = None, a: Decim
 
 def _agree(gold: Node, answer: Node, natural_log: bool, g: Decimal | None, a: Decimal | None) -> bool:
     names = sorted(symbols(gold) | symbols(answer))
+    counting = bool(names) and _counts(gold)
     num_compared = 0
-    for index in range(_NUM_POINTS if names else 1):
-        point = sample_point(names, index)
+    for index in range((_NUM_INTEGER_POINTS if counting else _NUM_POINTS) if names else 1):
+        point = integer_point(names, index) if counting else sample_point(names, index)
         try:
             x, y = evaluate(gold, point, natural_log), evaluate(answer, point, natural_log)
         except (ZeroDivisionError, ValueError):
             continue  # outside of what one of them is defined on
         if not (mpmath.isfinite(x) and mpmath.isfinite(y)):
             continue
-        if names and index % 2 and mpmath.im(x) != 0 and not _has_i(gold):
+        if names and not counting and index % 2 and mpmath.im(x) != 0 and not _has_i(gold):
             continue  # the gold means positive symbols, under a root or a logarithm
         num_compared += 1
         if abs(x - y) > _SAME * max(abs(x), abs(y)):
@@ -166,6 +187,18 @@ def _agree(gold: Node, answer: Node, natural_log: bool, g: Decimal | None, a: De
 
 def _has_i(node: Node) -> bool:
     return node.op == "i" or any(_has_i(child) for child in node.args if isinstance(child, Node))
+
+
+def _counts(node: Node) -> bool:
+    """Whether a tree is about whole numbers, as factorials, binomials and floors are."""
+    counting = node.op in ("fact", "choose", "floor", "ceil")
+    return counting or any(_counts(child) for child in node.args if isinstance(child, Node))
+
+
+def integer_point(names: list[str], index: int) -> dict[str, Any]:
+    """Whole numbers for symbols, odd and even, in rising and in falling order of the names."""
+    order = names if index % 2 else names[::-1]
+    return {name: mpmath.mpf(3 + index + (5 + index) * k) for k, name in enumerate(order)}
 
 
 def sample_point(names: list[str], index: int) -> dict[str, Any]:

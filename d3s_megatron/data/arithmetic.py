@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from d3s_megatron.data.problems import Problem
-from d3s_megatron.ops.hashing import mix64
+from d3s_megatron.ops import mix64
 
 NUM_TRAIN = 9_000
 

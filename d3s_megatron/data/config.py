@@ -26,7 +26,7 @@ class DataConfig:
     """Field that names a problem; where a row lacks it, or with null, the row number does."""
 
     prompt_template: str = "chat"
-    """"chat" (the tokenizer's chat template), "raw" (the problem alone), or a text that contains {problem}."""
+    """One of "chat" (the tokenizer's chat template), "raw" (the problem alone), or a text that contains {problem}."""
 
     system_prompt: str | None = None
     """System message of the chat template; null leaves the template's own."""
@@ -42,9 +42,6 @@ class DataConfig:
 
     eval_limit: int | None = None
     """Use only the first rows of the evaluation file; null uses all."""
-
-    seed: int = 0
-    """Seed of the order in which training prompts are visited."""
 
     def __post_init__(self) -> None:
         if self.prompt_template not in ("chat", "raw") and "{problem}" not in self.prompt_template:

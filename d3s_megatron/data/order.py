@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from d3s_megatron.ops.hashing import mix64
+from d3s_megatron.ops import mix64
 
 
 class PromptOrder:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-_FIRST_ROOM = 64  # tokens of room made at the first growth; short answers then never copy again
+_FIRST_ROOM = 64  # least room made at a growth, in tokens; short answers then copy once
 
 
 class GrowingLayer(DynamicLayer):
@@ -15,6 +18,11 @@ class GrowingLayer(DynamicLayer):
     keys: Tensor
     values: Tensor
     _buffers: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, max_tokens: int) -> None:
+        """Doubling stops at `max_tokens`, beyond which nothing can come."""
+        super().__init__()
+        self.max_tokens = max_tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends the new tokens and returns all of them."""
@@ -25,7 +33,7 @@ class GrowingLayer(DynamicLayer):
         old = self.keys.shape[-2]
         new = old + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < new:
-            room = max(new, old + max(old, _FIRST_ROOM))
+            room = max(new, min(old + max(old, _FIRST_ROOM), self.max_tokens))
             self._buffers = _with_room(self.keys, room), _with_room(self.values, room)
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, old:new] = states
@@ -45,9 +53,12 @@ def _with_room(states: Tensor, room: int) -> Tensor:
     return buffer
 
 
-def new_cache() -> Cache:
-    """An empty cache for any number of full-attention layers."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
+def new_cache(max_tokens: int) -> Cache:
+    """An empty cache for rows of at most `max_tokens` and any number of layers; it never drops a token.
+
+    A model with a sliding window gets the window from its attention mask alone.
+    """
+    return Cache(layer_class_to_replicate=functools.partial(GrowingLayer, max_tokens))
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:
@@ -55,3 +66,12 @@ def select_rows(cache: Cache, rows: Tensor) -> None:
     for layer in cache.layers:
         assert isinstance(layer, GrowingLayer)
         layer.select(rows)
+
+
+def join_rows(caches: Sequence[Cache]) -> Cache:
+    """One cache with the rows of all, in order; each must hold the same number of tokens."""
+    joined = caches[0]
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        layers[0].keys = torch.cat([layer.keys for layer in layers])
+        layers[0].values = torch.cat([layer.values for layer in layers])
+    return joined

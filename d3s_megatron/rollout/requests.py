@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d3s_megatron.ops.hashing import mix64
+from d3s_megatron.ops import mix64
 from d3s_megatron.types import Prompt, Request
 
 _SALT = 0x524F4C4C  # keeps these hashes apart from the tie keys, which come from the same (seed, step, uid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d3s_megatron.ops.hashing import mix64
+from d3s_megatron.ops import mix64
 from d3s_megatron.rollout.engine import Sampling
 
 _UNIFORM_BITS = 52  # not 53: total * (1 - 2**-52) is below total in float64, so the search below always hits

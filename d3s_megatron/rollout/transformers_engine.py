@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 
-from d3s_megatron.rollout.cache import new_cache, select_rows
+from d3s_megatron.rollout.cache import join_rows, new_cache, select_rows
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import Sampling
 from d3s_megatron.rollout.sampling import sample_tokens
@@ -28,6 +28,9 @@ from d3s_megatron.types import Request, Rollout
 # Leaving the batch copies the cache of the rows that stay; below this share of rows gone the copy costs more than
 # the decoding it saves.
 _COMPACT_SHARE = 0.25
+
+# Prompt tokens run at once, padding included: bounds the activations of a batch of many long prompts.
+_PREFILL_TOKENS = 1 << 15
 
 
 class TransformersEngine:
@@ -127,8 +130,8 @@ class TransformersEngine:
         lengths = torch.full((batch,), sampling.max_new_tokens, device=device)
 
         prompts = list(dict.fromkeys(request.prompt.token_ids for request in requests))
-        logits, cache, pads = self._prefill(prompts)
         width = max(map(len, prompts))
+        logits, cache, pads = self._prefill(prompts, max_tokens=width + sampling.max_new_tokens)
         slot = {prompt: i for i, prompt in enumerate(prompts)}
         source = torch.tensor([slot[request.prompt.token_ids] for request in requests], device=device)
         logits, pads = logits[source], pads[source]
@@ -154,13 +157,17 @@ class TransformersEngine:
         last = ids.gather(1, lengths[:, None] - 1)[:, 0]
         return ids, log_probs, lengths, torch.isin(last, eos_ids)
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Cache, Tensor]:
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[Tensor, Cache, Tensor]:
         """Runs each prompt once, padded on the left: next-token logits [prompts, V], the cache, pads [prompts]."""
         width = max(map(len, prompts))
         ids = torch.tensor([(0,) * (width - len(p)) + p for p in prompts], device=self.device)
         pads = torch.tensor([width - len(p) for p in prompts], device=self.device)
-        cache = new_cache()
-        return self._forward(ids, 0, pads, bool(pads.any()), cache), cache, pads
+        rows = max(1, _PREFILL_TOKENS // width)
+        logits, caches = [], []
+        for part_ids, part_pads in zip(ids.split(rows), pads.split(rows), strict=True):
+            caches.append(new_cache(max_tokens))
+            logits.append(self._forward(part_ids, 0, part_pads, bool(part_pads.any()), caches[-1]))
+        return torch.cat(logits), join_rows(caches), pads
 
     def _forward(self, ids: Tensor, start: int, pads: Tensor, padded: bool, cache: Cache) -> Tensor:
         """Logits [B, V] after ids [B, T] that stand in columns start.. of a row whose first `pads` [B] are padding."""

@@ -23,8 +23,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from d3s_megatron.data import DataConfig, Problem, load_problems
 
 END = "<|endoftext|>"
-BATCH = 128
-LEARNING_RATE = 2e-3
+BATCH = 64
+LEARNING_RATE = 3e-3
+BETAS = (0.9, 0.98)
 WARMUP_STEPS = 20  # without it, AdamW's first steps are the size of the weights
 CHECK_EVERY = 5  # accuracy rises by up to 0.02 in five steps near the target
 CHECK_PROBLEMS = 500
@@ -87,7 +88,7 @@ def warm_start(data: Path, out: Path, seed: int, target: float, steps: int) -> f
     train, num_prompt = encode(load_problems(data / "train.jsonl", config), tokenizer)
     held_out, _ = encode(load_problems(data / "eval.jsonl", config), tokenizer)
     check = held_out[:CHECK_PROBLEMS]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     generator = torch.Generator().manual_seed(seed)
     started = time.monotonic()

@@ -2,36 +2,39 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
 from d3s_megatron.rollout import RolloutConfig, make_requests
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 from d3s_megatron.types import Prompt
 
 END = "<|endoftext|>"
-EOS, VOCAB = 12, 13  # the end is the padding too, as in Qwen2.5-Math (fault D20)
-FAMILIES = ("qwen2-tied", "qwen2-untied", "llama")
+EOS = 12  # the padding too, as in Qwen2.5-Math (fault D20)
+VOCAB = 16  # three rows more than the tokenizer has tokens, as Qwen's padded embeddings have
 
 
 def build_model(family, seed=0):
     torch.manual_seed(seed)
-    config_class, model_class = (
-        (LlamaConfig, LlamaForCausalLM) if family == "llama" else (Qwen2Config, Qwen2ForCausalLM)
-    )
-    config = config_class(
+    name, _, variant = family.partition("-")
+    options = {"tie_word_embeddings": variant == "tied"}
+    if variant == "window":
+        options |= {"sliding_window": 5}
+    config = AutoConfig.for_model(
+        name,
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         max_position_embeddings=64,
-        tie_word_embeddings=family == "qwen2-tied",
         bos_token_id=None,
         eos_token_id=EOS,
         initializer_range=0.3,
+        **options,
     )
-    return model_class(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from d3s_megatron.rollout import RolloutConfig, Sampling
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
 EOS = 12
-FAMILIES = ("qwen2-tied", "qwen2-untied", "llama")
+FAMILIES = ("qwen2-tied", "qwen2-untied", "qwen3-tied", "llama", "mistral-window")
 
 
 def answers(rollouts):
@@ -70,7 +70,7 @@ def test_left_padding_changes_nothing(engine, requests_for, family):
 def test_the_end_is_kept_once_and_never_invented(engine, requests_for):
     """Fault G05."""
     tiny = engine("qwen2-untied")
-    set_eos_bias(tiny, 1.0)
+    set_eos_bias(tiny, 3.0)
     rollouts = tiny.generate(requests_for(64), Sampling(max_new_tokens=6))
     assert {r.finish_reason for r in rollouts} == {"stop", "length"}
     for r in rollouts:
@@ -79,22 +79,31 @@ def test_the_end_is_kept_once_and_never_invented(engine, requests_for):
             assert r.token_ids[-1] == EOS
         else:
             assert len(r.token_ids) == 6 and r.token_ids[-1] != EOS
-        assert r.text == "".join("0123456789+="[i] for i in r.token_ids if i != EOS)
+        assert r.text == "".join("0123456789+="[i] for i in r.token_ids if i < EOS)
     # An answer that ends with its very last token stopped: it was not cut.
     assert any(r.finish_reason == "stop" and len(r.token_ids) == 6 for r in rollouts)
 
 
 def test_rows_that_leave_the_batch_do_not_disturb_the_others(engine, requests_for):
     tiny = engine("qwen2-untied")
-    set_eos_bias(tiny, 2.0)
+    set_eos_bias(tiny, 3.0)
     alone = engine("qwen2-untied", max_batch_size=1)
-    set_eos_bias(alone, 2.0)
+    set_eos_bias(alone, 3.0)
     requests, sampling = requests_for(20), Sampling(max_new_tokens=40)
     together, single = tiny.generate(requests, sampling), alone.generate(requests, sampling)
     lengths = [len(r.token_ids) for r in together]
-    assert min(lengths) == 1 and max(lengths) > 10  # so that rows left at many different steps
+    assert min(lengths) <= 2 and max(lengths) > 10  # so that rows left at many different steps
     assert answers(together) == answers(single)
     torch.testing.assert_close(flat_log_probs(together), flat_log_probs(single), rtol=0, atol=1e-5)
+
+
+def test_prompts_run_in_parts_without_a_trace(engine, requests_for, monkeypatch):
+    requests, sampling = requests_for(3), Sampling(max_new_tokens=5)
+    whole = engine().generate(requests, sampling)
+    monkeypatch.setattr("d3s_megatron.rollout.transformers_engine._PREFILL_TOKENS", 14)  # two prompts of seven
+    parts = engine().generate(requests, sampling)
+    assert answers(parts) == answers(whole)
+    torch.testing.assert_close(flat_log_probs(parts), flat_log_probs(whole), rtol=0, atol=1e-5)
 
 
 def test_several_end_tokens(folder, engine, requests_for, tmp_path):
@@ -138,7 +147,7 @@ def test_loaded_weights_answer_as_the_model_they_came_from(folder, engine, reque
         ("qwen2-tied", lambda w: [*w, ("lm_head.weight", w[0][1])], "'lm_head.weight' is unknown"),
         ("qwen2-untied", lambda w: [x for x in w if x[0] != "lm_head.weight"], "1 weights never came, among them"),
         ("llama", lambda w: [*w, w[3]], "came twice in one stream"),
-        ("llama", lambda w: [(w[0][0], w[0][1][:-1]), *w[1:]], "has shape (12, 32); the engine needs (13, 32)"),
+        ("llama", lambda w: [(w[0][0], w[0][1][:-1]), *w[1:]], "has shape (15, 32); the engine needs (16, 32)"),
     ],
 )
 def test_a_wrong_stream_is_named_and_no_half_model_answers(engine, requests_for, family, change, message):

@@ -15,32 +15,41 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kept: Tensor, normalize
     """Advantage of each rollout within its group.
 
     Args:
-        rewards: [N] of any dtype; computed in float64.
+        rewards: [N] of any dtype, finite where kept; computed in float64.
         group_ids: [N] int64.
         kept: [N] bool, the rollouts that form the groups; the others get 0.
 
     Returns:
-        [N] float64. 0 for a group of one, and exactly 0 where all rewards of a group are equal: that is decided by
-        comparing rewards, as rounding leaves equal rewards a tiny spread (fault D02).
+        [N] float64. Exactly 0 for a group of one and where all rewards of a group are equal, whatever they are
+        (faults D01, D02). Groups with the same rewards have the same advantages bit for bit, in any order of their
+        rollouts: rounding must not decide between them where the method draws by hash (method 4, row 4).
     """
     out = torch.zeros(len(rewards), dtype=torch.float64)
     if not kept.any():
         return out
-    values = rewards[kept].to(torch.float64)
     _, group = group_ids[kept].unique(return_inverse=True)  # [n]
+    values, order = rewards[kept].to(torch.float64).sort(stable=True)
+    by_group = group[order].argsort(stable=True)
+    values, order = values[by_group], order[by_group]  # group by group, ascending: no sum depends on the rows' order
+    group = group[order]
     num_groups = int(group.max()) + 1
 
-    def per_group(kind: str, of: Tensor, start: float) -> Tensor:
-        base = torch.full((num_groups,), start, dtype=torch.float64)
-        return base.scatter_reduce(0, group, of, reduce=kind, include_self=kind == "sum")
+    def per_group(kind: str, of: Tensor) -> Tensor:
+        base = torch.zeros(num_groups, dtype=torch.float64)
+        return base.scatter_reduce(0, group, of, reduce=kind, include_self=False)
 
-    count = per_group("sum", torch.ones_like(values), 0.0)
-    centered = values - (per_group("sum", values, 0.0) / count)[group]
-    equal = per_group("amax", values, 0.0) == per_group("amin", values, 0.0)  # groups of one too
+    count = per_group("sum", torch.ones_like(values))
+    low = per_group("amin", values)
+    spread = per_group("amax", values) - low
+    # From 0 to 1: subtracting the lowest first is what makes equal rewards exactly 0, and near ones accurate.
+    unit = (values - low[group]) / spread.masked_fill(spread == 0, 1.0)[group]
+    centered = unit - (per_group("sum", unit) / count)[group]
     if normalize_std:
-        variance = per_group("sum", centered**2, 0.0) / (count - 1).clamp(min=1)
-        centered = centered / variance.sqrt().masked_fill(equal, 1.0)[group]
-    out[kept] = centered.masked_fill(equal[group], 0.0)
+        variance = per_group("sum", centered**2) / (count - 1).clamp(min=1)
+        centered = centered / variance.sqrt().masked_fill(spread == 0, 1.0)[group]
+    else:
+        centered = centered * spread[group]
+    out[kept.nonzero().flatten()[order]] = centered
     return out
 
 

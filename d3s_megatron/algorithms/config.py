@@ -25,13 +25,13 @@ class AlgorithmConfig:
     schedule: Literal["constant", "linear"] | None = None
     """How N and rho move from first to last value; unset takes the recipe's own."""
     drop_zero: bool = False
-    """Drop kept rollouts whose advantage is 0, instead of keeping exactly N."""
+    """Drop kept rollouts whose advantage is 0, with any recipe, instead of keeping exactly N."""
     normalize_std: bool = True
     """Divide advantages by the group's sample standard deviation; off gives Dr. GRPO's advantages."""
     token_entropy: Literal["old", "current"] = "old"
     """Entropy of the token score: scored once a batch, or again before every optimizer step."""
     loss_normalization: Literal["token_mean", "seq_mean_selected", "seq_mean_full", "dr_grpo"] = "token_mean"
-    """How the summed token losses are divided; always by global counts."""
+    """How the summed token losses are divided, by global counts; seq_mean_full is that of GRPO's and GSPO's papers."""
     clip_low: float | None = None
     """Lower clip range of the ratio; unset takes 0.2 (token ratio) or 3e-4 (sequence ratio)."""
     clip_high: float | None = None
@@ -50,17 +50,12 @@ class AlgorithmConfig:
     """Passes over the kept rollouts of a batch."""
 
     def __post_init__(self) -> None:
-        group, first, last = self.samples_per_prompt, self.kept_per_prompt_init, self.kept_per_prompt_final
-        if group < 2:
+        # N against G is checked in recipes.py, for the recipes that have an N.
+        if self.samples_per_prompt < 2:
             raise ValueError(
-                f"algorithm.samples_per_prompt is {group}: a group of one has no baseline, give at least 2"
+                f"algorithm.samples_per_prompt is {self.samples_per_prompt}: a group of one has no baseline, "
+                "give at least 2"
             )
-        for name, kept in (("init", first), ("final", last)):
-            if not 2 <= kept <= group:
-                raise ValueError(
-                    f"algorithm.kept_per_prompt_{name} is {kept}: give 2 to samples_per_prompt ({group}), "
-                    "as a variance needs 2 values and no more than a group can be kept"
-                )
         for name in ("token_share_init", "token_share_final"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"algorithm.{name} is {getattr(self, name)}: give a share above 0 and at most 1")

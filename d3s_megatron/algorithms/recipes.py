@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from torch import Tensor
+
 from d3s_megatron.algorithms.advantages import GroupAdvantages
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
-from d3s_megatron.algorithms.sample_selection import MaxVariance
+from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance
 from d3s_megatron.algorithms.schedules import Amounts, amounts_at
 from d3s_megatron.algorithms.token_selection import AllTokens, TopShare
 from d3s_megatron.types import Experience
@@ -55,6 +57,18 @@ class Recipe:
         if "advantages" not in have:
             raise ValueError(f"recipe {self.name}: no step gives advantages; add group_advantages")
 
+    @property
+    def uses_budget(self) -> bool:
+        """True where a step keeps N rollouts per prompt."""
+        return any(isinstance(step, MaxVariance) for step in self.credit)
+
+    def advantages_of_all(self, experience: Experience) -> Tensor:
+        """[N] float64, the advantages of a batch of which nothing is dropped, for comparison."""
+        for step in self.credit:
+            if step.gives == "advantages":
+                experience = step(experience, 0)
+        return experience.advantages
+
     def apply(self, experience: Experience, num_kept: int) -> Experience:
         """Runs the credit steps in order."""
         for step in self.credit:
@@ -78,11 +92,11 @@ def _pods(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
 
 
 def _per_group(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
-    return (_advantages(config), MaxVariance("advantage", "group", config.drop_zero))
+    return (_advantages(config), MaxVariance("advantage", "group"))
 
 
 def _whole_batch(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
-    return (_advantages(config), MaxVariance("advantage", "batch", config.drop_zero))
+    return (_advantages(config), MaxVariance("advantage", "batch"))
 
 
 #                 credit        tokens       ratio       schedule
@@ -103,15 +117,31 @@ RATIO_DEFAULTS = {"token": (0.2, 0.2, 1e-3), "sequence": (3e-4, 4e-4, 0.0)}
 
 def make_recipe(config: AlgorithmConfig) -> Recipe:
     """The recipe of `config.name`; ValueError with the known names for any other."""
-    ratio_name, _, selection = config.name.rpartition("+")
-    if selection not in RECIPES or ratio_name not in ("", "gspo", "grpo"):
+    ratio_name, plus, selection = config.name.rpartition("+")
+    if selection not in RECIPES or ratio_name not in (("gspo", "grpo") if plus else ("",)):
         raise ValueError(
             f"algorithm.name is {config.name!r}: use one of {', '.join(RECIPES)}, or gspo+NAME for the sequence ratio"
         )
-    credit, tokens, ratio, schedule = RECIPES[selection]
+    build, tokens, ratio, schedule = RECIPES[selection]
     if ratio_name:
         ratio = RECIPES[ratio_name][2]
-    return Recipe(config.name, credit(config), tokens, ratio, config.schedule or schedule)
+    credit = build(config) + ((DropZero(),) if config.drop_zero else ())
+    recipe = Recipe(config.name, credit, tokens, ratio, config.schedule or schedule)
+    if recipe.uses_budget:
+        _check_budget(config, recipe.schedule)
+    return recipe
+
+
+def _check_budget(config: AlgorithmConfig, schedule: str) -> None:
+    """Only the values that the recipe reads: plain GRPO has no N, a constant schedule no last one."""
+    group = config.samples_per_prompt
+    for name in ("init",) if schedule == "constant" else ("init", "final"):
+        kept = getattr(config, f"kept_per_prompt_{name}")
+        if not 2 <= kept <= group:
+            raise ValueError(
+                f"algorithm.kept_per_prompt_{name} is {kept}: give 2 to samples_per_prompt ({group}), "
+                "as a variance needs 2 values and no more than a group can be kept"
+            )
 
 
 def make_loss(config: AlgorithmConfig) -> PolicyLoss:
@@ -123,11 +153,12 @@ def make_loss(config: AlgorithmConfig) -> PolicyLoss:
 
 
 def amounts(config: AlgorithmConfig, step: int, num_steps: int) -> Amounts:
-    """N and rho of one step; recipes that keep everything ignore them."""
+    """N and rho of one step: all G rollouts and a share of 1 where the recipe does not choose."""
+    recipe, everything = make_recipe(config), config.samples_per_prompt
     return amounts_at(
-        make_recipe(config).schedule,
+        recipe.schedule,
         step,
         num_steps,
-        (config.kept_per_prompt_init, config.kept_per_prompt_final),
-        (config.token_share_init, config.token_share_final),
+        (config.kept_per_prompt_init, config.kept_per_prompt_final) if recipe.uses_budget else (everything, everything),
+        (config.token_share_init, config.token_share_final) if recipe.tokens.uses_share else (1.0, 1.0),
     )

@@ -6,7 +6,7 @@ The advantages of what is kept stay as they are: nothing is normalised again (me
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -31,9 +31,8 @@ class MaxVariance:
 
     of: Literal["reward", "advantage"]
     scope: Literal["group", "batch"]
-    drop_zero: bool = False
 
-    gives = "selection"
+    gives: ClassVar[str] = "selection"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -51,6 +50,15 @@ class MaxVariance:
         )
         kept = experience.kept.new_zeros(len(experience.kept))
         kept[pool[chosen]] = True
-        if self.drop_zero:
-            kept &= experience.advantages != 0
         return replace(experience, kept=kept)
+
+
+@dataclass(frozen=True)
+class DropZero:
+    """Credit step: drops kept rollouts whose advantage is 0, so that fewer than N may be left (method 4, row 7)."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"advantages"})
+    gives: ClassVar[str] = "selection"
+
+    def __call__(self, experience: Experience, num_kept: int) -> Experience:
+        return replace(experience, kept=experience.kept & (experience.advantages != 0))

@@ -22,16 +22,31 @@ def useful_groups(experience: Experience) -> tuple[int, int]:
     return useful, total
 
 
-def selection_metrics(before: Experience, after: Experience) -> dict[str, float]:
-    """Metrics of one selection; `before` has all rollouts with a verdict kept.
+def selection_metrics(before: Experience, after: Experience, all_advantages: Tensor | None = None) -> dict[str, float]:
+    """Metrics of one selection.
 
-    sur: share of the groups in the training set whose rewards differ (method 3.4 and 4, row 26).
-    effective_samples: (sum abs(A))^2 / sum A^2 over the kept rollouts: how many share the signal.
-    sign_balance: (positive - negative) / (positive + negative) advantages kept; 0 is even.
+    Args:
+        before: the batch with all rollouts that have a verdict kept.
+        after: the same batch after the recipe.
+        all_advantages: [N], those of `before` (Recipe.advantages_of_all); unset takes `after.advantages`, which is the
+            same unless the recipe selects before it normalises and so gives dropped rollouts none (PODS).
+
+    reward, reward_std: mean and sample std over all rollouts with a verdict, not within groups.
+    num_rollouts, num_without_verdict, num_kept: counts; kept_share: num_kept / num_rollouts.
+    sur: share of the groups in the training set whose rewards differ (method 3.4; 4, row 26); sur_all: the same of all
+    groups with a verdict, which is what plain GRPO trains on.
+    nonzero_advantage_share: share of the kept rollouts whose advantage is not 0.
+    advantage_variance_all, advantage_variance_kept: sample variance around the pool's own mean, of all rollouts with a
+    verdict and of the kept ones; 0 for fewer than two.
+    effective_samples: (sum abs(A))^2 / sum A^2 over the kept rollouts, from 1 to num_kept: how many share the signal; 0
+    where there is none.
+    sign_balance: (positive - negative) / (positive + negative) advantages kept, from -1 to 1; 0 is even, or none.
+    response_length, response_length_kept: mean response tokens of all rollouts, and of the kept ones.
     """
     valid = before.kept
     rewards = before.rewards[valid]
     kept = after.advantages[after.kept]
+    before_advantages = after.advantages if all_advantages is None else all_advantages
     useful_all, num_all = useful_groups(before)
     useful, num_groups = useful_groups(after)
     positive, negative = int((kept > 0).sum()), int((kept < 0).sum())
@@ -46,8 +61,7 @@ def selection_metrics(before: Experience, after: Experience) -> dict[str, float]
         "sur_all": useful_all / max(1, num_all),
         "sur": useful / max(1, num_groups),
         "nonzero_advantage_share": float((kept != 0).double().mean()) if len(kept) else 0.0,
-        # Recipes that select before they normalise have no advantages of dropped rollouts.
-        "advantage_variance_all": _variance(after.advantages[valid]),
+        "advantage_variance_all": _variance(before_advantages[valid]),
         "advantage_variance_kept": _variance(kept),
         "effective_samples": float(kept.abs().sum()) ** 2 / square if square else 0.0,
         "sign_balance": (positive - negative) / max(1, positive + negative),

@@ -45,6 +45,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that k of n samples, drawn without replacement, hold a correct one: 1 - C(n-c, k) / C(n, k)."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"k is {k} with {num_samples} samples: give 1 <= k <= samples")
+    assert 0 <= num_correct <= num_samples, (num_correct, num_samples)
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

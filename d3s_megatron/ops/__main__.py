@@ -12,7 +12,7 @@ def report() -> list[str]:
         return [
             "backend          reference (plain torch)",
             f"extension        missing: {extension.why_missing()}",
-            "remedy           install a C++17 compiler, then: pip install -e . --no-build-isolation --no-deps",
+            f"remedy           {extension.REMEDY}",
         ]
     state = ext.state()
     return ["backend          extension", *(f"{key:<16} {value}" for key, value in state.items())]

@@ -6,12 +6,18 @@ import contextlib
 import contextvars
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 import torch  # noqa: F401  torch's OpenMP runtime is loaded first, whichever module a program imports first
 
 Backend = Literal["reference", "extension"]
+
+INTERFACE = 1  # what the calls in this folder expect of the module; setup.py reads it and builds it in
+BUILD_NOTE = Path(__file__).resolve().parent.parent / "_ext_build.txt"  # written by setup.py where a build failed
+
+REMEDY = "install a C++17 compiler, then: pip install -e . --no-build-isolation --no-deps"
 
 _choice: contextvars.ContextVar[Backend | None] = contextvars.ContextVar("d3s_ops_backend", default=None)
 _module: ModuleType | None = None
@@ -21,9 +27,16 @@ _why_missing: str | None = None
 def _load() -> None:
     global _module, _why_missing
     try:
-        _module = importlib.import_module("d3s_megatron._ext")
-    except ImportError as error:  # not built, or built for another machine: the references take over, and say so
+        found = importlib.import_module("d3s_megatron._ext")
+    except ModuleNotFoundError:
+        _why_missing = BUILD_NOTE.read_text().strip() if BUILD_NOTE.exists() else "it was never built"
+    except ImportError as error:  # built for another machine: the references take over, and the state says so
         _why_missing = f"{type(error).__name__}: {error}"
+    else:
+        if found.INTERFACE == INTERFACE:
+            _module = found
+        else:
+            _why_missing = f"it was built from other sources (interface {found.INTERFACE}, here {INTERFACE})"
 
 
 _load()
@@ -38,7 +51,7 @@ def module() -> ModuleType | None:
     if choice == "reference":
         return None
     if choice == "extension" and _module is None:
-        raise RuntimeError(f"the ops extension is asked for and missing ({_why_missing}); run: pip install -e .")
+        raise RuntimeError(f"the ops extension is asked for and missing: {_why_missing}; {REMEDY}")
     return _module
 
 

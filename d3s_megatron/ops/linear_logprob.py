@@ -82,14 +82,14 @@ class _LinearLogprob(torch.autograd.Function):
         settings: tuple[int, float, dist.ProcessGroup | None, bool, int],
     ) -> tuple[Tensor, Tensor]:
         num_valid, c, tp_group, entropy_grad, tile = settings
-        stats = torch.zeros(4, len(hidden), dtype=row_stats.stats_dtype(hidden), device=hidden.device)
-        stats[0] = -torch.inf
         scratch = hidden.new_empty(len(hidden) * min(tile, max(num_valid, 1)))
+        stats = row_stats.RunningStats(len(hidden), scratch[None])
         for first, last in _tiles(num_valid, tile):
             logits = scratch[: len(hidden) * (last - first)].view(len(hidden), last - first)
             torch.mm(hidden, weight[first:last].t(), out=logits)
-            row_stats.accumulate(stats, row_stats.stats(logits, _on_tile(local, first, last), last - first, c), c)
-        log_prob, entropy, m, log_z = row_stats.combine(row_stats.gather_stats(stats, tp_group), owner, c)
+            stats.add(logits, _on_tile(local, first, last), last - first, c)
+        shards = row_stats.gather_stats(stats.result(), tp_group)
+        log_prob, entropy, m, log_z = row_stats.combine(shards, owner, c)
         ctx.save_for_backward(hidden, weight, local, m, log_z, entropy)
         ctx.weight_grad, ctx.settings = weight_grad, settings
         if not entropy_grad:

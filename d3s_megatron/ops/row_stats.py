@@ -10,9 +10,13 @@ unscaled, so that x - m is exact for the entries that matter. 4 float32 = 16 byt
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from d3s_megatron.ops import extension
 
 BLOCK_ON_CPU = 1 << 20  # logits a block of rows holds: 4 MB of float32, which stays in a cache
 BLOCK_ON_GPU = 1 << 26  # a GPU wants long launches; 256 MB is still small beside the logits
@@ -128,9 +132,47 @@ def reference_backward(
         out[rows, num_valid:] = 0
 
 
+def _compiled(logits: Tensor) -> ModuleType | None:
+    """The module that can take these logits, or None."""
+    ext = extension.module()
+    rows_apart = logits.shape[1] <= 1 or logits.stride(1) == 1
+    rows_apart = rows_apart and (len(logits) <= 1 or logits.stride(0) >= logits.shape[1])
+    if ext is None or logits.device.type != "cpu" or logits.dtype == torch.float64 or not rows_apart:
+        return None
+    return ext
+
+
+class RunningStats:
+    """Row statistics that take in one tile of columns after another."""
+
+    def __init__(self, num_tokens: int, like: Tensor) -> None:
+        self.ext = _compiled(like)
+        # float64 between tiles: a rounding at every tile would add up over hundreds of them
+        self.total = torch.zeros(4, num_tokens, dtype=torch.float64, device=like.device)
+        self.total[0] = -torch.inf
+        self.dtype = stats_dtype(like)
+
+    def add(self, logits: Tensor, local_targets: Tensor, num_valid: int, inv_temperature: float) -> None:
+        """Take in logits [T, columns]; local_targets [T] is the target's column in this tile, or -1."""
+        if self.ext is None:
+            accumulate(self.total, reference_stats(logits, local_targets, num_valid, inv_temperature), inv_temperature)
+            return
+        flat, threads = self.total.view(-1), torch.get_num_threads()
+        state, target = flat[: 3 * len(logits)], self.total[3]
+        self.ext.row_stats(logits, local_targets.contiguous(), num_valid, inv_temperature, state, target, threads)
+
+    def result(self) -> Tensor:
+        """[4, T] of (m, s, W, t), in the dtype that is gathered."""
+        return self.total.to(self.dtype)
+
+
 def stats(logits: Tensor, local_targets: Tensor, num_valid: int, inv_temperature: float) -> Tensor:
     """`reference_stats` by the fastest backend at hand."""
-    return reference_stats(logits, local_targets, num_valid, inv_temperature)
+    if _compiled(logits) is None:
+        return reference_stats(logits, local_targets, num_valid, inv_temperature)
+    running = RunningStats(len(logits), logits)
+    running.add(logits, local_targets, num_valid, inv_temperature)
+    return running.result()
 
 
 def backward(
@@ -144,7 +186,26 @@ def backward(
     grad_entropy: Tensor | None,
 ) -> None:
     """`reference_backward` by the fastest backend at hand."""
-    reference_backward(logits, out, local_targets, num_valid, inv_temperature, saved, grad_log_prob, grad_entropy)
+    ext = _compiled(logits)
+    if ext is None or _compiled(out) is None:
+        reference_backward(logits, out, local_targets, num_valid, inv_temperature, saved, grad_log_prob, grad_entropy)
+        return
+    m, log_z, entropy = (x.contiguous() for x in saved)
+    local_targets, grad_log_prob = local_targets.contiguous(), grad_log_prob.contiguous()
+    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+    ext.row_backward(
+        logits,
+        out,
+        local_targets,
+        num_valid,
+        inv_temperature,
+        m,
+        log_z,
+        entropy,
+        grad_log_prob,
+        grad_entropy,
+        torch.get_num_threads(),
+    )
 
 
 def accumulate(total: Tensor, tile: Tensor, inv_temperature: float) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import require, require_vector
 from d3s_megatron.types import Reduce
 
 LAST = (1 << 63) - 1  # the largest (uid, position) coordinate: a cut there takes every tie
 DIGIT = 11  # bits a round looks at: a histogram of 2048 int64 is 16 KB to reduce
+SAMPLE_BINS = 1 << DIGIT
+SAMPLE_SIZE = 1 << 16  # scores a rank samples: its bracket holds 2% of all scores at a share of 0.2
+BRACKET_ABOVE = 1 << 18  # up to here a list of all scores is as cheap as a sample
+LEAST_KEY, LARGEST_KEY = 0x00800000, 0xFF7FFFFF  # keys of -FLT_MAX and FLT_MAX in csrc/include/d3s/top_share.hpp
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,9 @@ def top_share(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce:
     Every rank must call; what moves is some small integer histograms, whatever n is.
     Returns [n] bool. Raises ValueError on every rank when any rank has NaN or an infinity.
     """
-    return _select(scores, rho, uid, position, reduce, want_mask=True)[1]
+    mask = _select(scores, rho, uid, position, reduce, want_mask=True)[1]
+    assert mask is not None
+    return mask
 
 
 def top_share_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce | None = None) -> ShareCut:
@@ -61,41 +70,21 @@ def top_share_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, red
 
 def _select(
     scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce | None, want_mask: bool
-) -> tuple[ShareCut, Tensor]:
+) -> tuple[ShareCut, Tensor | None]:
     require_vector("scores", scores, torch.float32)
     require_vector("uid", uid, torch.int64, scores)
     require_vector("position", position, torch.int64, scores)
     require(0.0 <= rho <= 1.0, f"rho={rho}; pass a share from 0 to 1")
-    cut = reference_cut(scores, rho, uid, position, reduce or _alone)
-    return cut, cut.mask(scores, uid, position) if want_mask else scores
+    reduce = reduce or _alone
+    ext = extension.module()
+    if ext is not None and scores.device.type == "cpu":
+        return fast_select(ext, scores.contiguous(), rho, uid.contiguous(), position.contiguous(), reduce, want_mask)
+    cut = reference_cut(scores, rho, uid, position, reduce)
+    return cut, cut.mask(scores, uid, position) if want_mask else None
 
 
 def _alone(tensor: Tensor, how: str) -> Tensor:
     return tensor
-
-
-def reference_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce) -> ShareCut:
-    """Torch reference of `top_share_cut`: radix selection by 11 + 11 + 10 bits, then the ties by uid and position."""
-    counts = torch.stack([torch.tensor(len(scores), device=scores.device), scores.isnan().sum(), scores.isinf().sum()])
-    n, num_nan, num_inf = reduce(counts, "sum").tolist()
-    refuse_not_finite(num_nan, num_inf, n)
-    k = num_top(rho, n)
-    if k == 0:
-        return ShareCut(math.inf, LAST, LAST, 0, 0)
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: minus zero ties with zero
-    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # signed ints in the order of the floats
-    key, ties_kept, num_ties = _nth(-keys - 1, k, 32, reduce)  # -keys - 1 = ~keys: ascending is descending
-    key = -key - 1
-    restored = torch.tensor(key if key >= 0 else key ^ 0x7FFFFFFF, dtype=torch.int32)
-    threshold = restored.view(torch.float32).item()
-    if ties_kept == num_ties:
-        return ShareCut(threshold, LAST, LAST, k, n)
-    tied = keys == key
-    tie_uid, left, num_same = _nth(uid[tied], ties_kept, 64, reduce)
-    if left == num_same:
-        return ShareCut(threshold, tie_uid, LAST, k, n)
-    tie_position, _, _ = _nth(position[tied & (uid == tie_uid)], left, 64, reduce)
-    return ShareCut(threshold, tie_uid, tie_position, k, n)
 
 
 def refuse_not_finite(num_nan: int, num_inf: int, n: int) -> None:
@@ -107,41 +96,182 @@ def refuse_not_finite(num_nan: int, num_inf: int, n: int) -> None:
     )
 
 
-def _nth(values: Tensor, nth: int, width: int, reduce: Reduce) -> tuple[int, int, int]:
-    """The nth smallest (from 1) of all ranks' signed values of `width` bits; its rank among equals; the equals."""
-    low, high = reduce(_ends(values), "max").tolist()
-    low = -1 - low
-    prefix, known = low, width  # bits still unknown are below `known`
-    while known > 0 and (low >> (known - 1)) == (high >> (known - 1)):
-        known -= 1  # the ends agree here: no round is spent on it
-    prefix = low >> known
-    num_same = None
-    while known > 0:
-        step = min(DIGIT, known)
-        here = values[(values >> known) == prefix] if known < width else values
-        digits = (here >> (known - step)) & ((1 << step) - 1)
-        if known == width:
-            digits = digits ^ (1 << (step - 1))  # the top digit holds the sign: negative values come first
-        counts = reduce(torch.bincount(digits, minlength=1 << step), "sum")
-        below = counts.cumsum(0)
-        digit = int(torch.searchsorted(below, nth))
-        num_same = int(counts[digit])
-        nth -= int(below[digit]) - num_same
-        if known == width:
-            digit ^= 1 << (step - 1)
-            digit -= (digit >> (step - 1)) << step
-            prefix = digit
-        else:
-            prefix = (prefix << step) | digit
-        known -= step
-    if num_same is None:  # all equal
-        num_same = int(reduce((values == low).sum(), "sum"))
-        prefix = low
-    return prefix, nth, num_same
+# ---- the search that both backends share ----
 
 
-def _ends(values: Tensor) -> Tensor:
-    """[-1 - min, max] of values: one "max" reduction gives both ends; an empty rank does not count."""
-    if len(values) == 0:
-        return torch.full((2,), -LAST - 1, dtype=torch.int64, device=values.device)
-    return torch.stack([-1 - values.min(), values.max()])
+class Undecided(Protocol):
+    """This rank's values among which the nth is still to be found; int64, ascending."""
+
+    def ends(self) -> Tensor:
+        """[-1 - smallest, largest], int64: one "max" reduction gives both ends over the ranks."""
+
+    def counts(self, first: int, shift: int, num_bins: int) -> Tensor:
+        """[num_bins] int64: how many values v have (v - first) >> shift equal to 0, 1, ..."""
+
+    def narrow(self, first: int, last: int) -> None:
+        """Keep the values from first to last."""
+
+
+def nth_of_all(values: Undecided, nth: int, total: int, reduce: Reduce) -> tuple[int, int, int]:
+    """The nth smallest (from 1) of all ranks' `total` values; its rank among its equals; how many equals it has.
+
+    Rounds of 16 bytes for the ends and 16 KB for a histogram; the ends skip the bits that all values share.
+    """
+    while True:
+        low, high = reduce(values.ends(), "max").tolist()
+        low = -1 - low
+        if low == high:
+            return low, nth, total
+        shift = max(0, (high - low).bit_length() - DIGIT)
+        counts = reduce(values.counts(low, shift, ((high - low) >> shift) + 1), "sum")
+        up_to = counts.cumsum(0)
+        digit = int(torch.searchsorted(up_to, nth))
+        total = int(counts[digit])
+        nth -= int(up_to[digit]) - total
+        values.narrow(low + (digit << shift), min(high, low + ((digit + 1) << shift) - 1))
+
+
+# ---- the reference ----
+
+
+class TensorValues:
+    """`Undecided` over a torch tensor."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def ends(self) -> Tensor:
+        if len(self.values) == 0:
+            return torch.full((2,), -LAST - 1, dtype=torch.int64, device=self.values.device)
+        return torch.stack([-1 - self.values.min(), self.values.max()])
+
+    def counts(self, first: int, shift: int, num_bins: int) -> Tensor:
+        # the difference may pass 2^63 and wrap; as unsigned it is right, so the shift must not copy the sign
+        digits = (self.values - first) >> shift
+        if shift > 0:
+            digits &= (1 << (64 - shift)) - 1
+        return torch.bincount(digits, minlength=num_bins)
+
+    def narrow(self, first: int, last: int) -> None:
+        self.values = self.values[(self.values >= first) & (self.values <= last)]
+
+
+def reference_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce) -> ShareCut:
+    """Torch reference of `top_share_cut`: radix selection over the float's bits, then over uid, then position."""
+    counts = torch.stack([torch.tensor(len(scores), device=scores.device), scores.isnan().sum(), scores.isinf().sum()])
+    n, num_nan, num_inf = reduce(counts, "sum").tolist()
+    refuse_not_finite(num_nan, num_inf, n)
+    k = num_top(rho, n)
+    if k == 0:
+        return ShareCut(math.inf, LAST, LAST, 0, 0)
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: minus zero ties with zero
+    keys = ~torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # the order of the floats, turned: highest first
+    key, ties_kept, num_ties = nth_of_all(TensorValues(keys), k, n, reduce)
+    threshold = torch.tensor(~key if key < 0 else ~key ^ 0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()
+    if ties_kept == num_ties:
+        return ShareCut(threshold, LAST, LAST, k, n)
+    tied = keys == key
+    tie_uid, left, num_same = nth_of_all(TensorValues(uid[tied]), ties_kept, num_ties, reduce)
+    if left == num_same:
+        return ShareCut(threshold, tie_uid, LAST, k, n)
+    tied &= uid == tie_uid
+    tie_position, _, _ = nth_of_all(TensorValues(position[tied]), left, num_same, reduce)
+    return ShareCut(threshold, tie_uid, tie_position, k, n)
+
+
+# ---- the compiled path ----
+
+
+class CompiledValues:
+    """`Undecided` inside the compiled selector, which holds what level of (key, uid, position) is looked at."""
+
+    def __init__(self, selector: Any) -> None:
+        self.selector = selector
+
+    def ends(self) -> Tensor:
+        out = torch.zeros(2, dtype=torch.int64)
+        self.selector.ends(out)
+        return out
+
+    def counts(self, first: int, shift: int, num_bins: int) -> Tensor:
+        out = torch.zeros(num_bins, dtype=torch.int64)
+        self.selector.counts(first, shift, out)
+        return out
+
+    def narrow(self, first: int, last: int) -> None:
+        self.selector.narrow(first, last)
+
+
+def fast_select(
+    ext: ModuleType, scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce, want_mask: bool
+) -> tuple[ShareCut, Tensor | None]:
+    """The same selection with one read of the scores: a bracket from a sample holds the border almost surely.
+
+    The bracket only says what is looked at; a miss costs a second read, never a wrong pick.
+    """
+    top = ext.TopShare(scores, uid, position, torch.get_num_threads())
+    mask = torch.empty(len(scores), dtype=torch.bool) if want_mask else None
+    found = torch.zeros(1 + SAMPLE_BINS, dtype=torch.int64)
+    found[0] = len(scores)
+    top.sample(SAMPLE_SIZE, found[1:])
+    reduce(found, "sum")
+    n, k = int(found[0]), num_top(rho, int(found[0]))
+    if n == 0:
+        return ShareCut(math.inf, LAST, LAST, 0, 0), mask
+    low, high = _bracket(top, found[1:], k / n, n, reduce)
+    counts = torch.zeros(3, dtype=torch.int64)
+    top.split(low, high, mask, counts)
+    above, inside, broken = reduce(counts, "sum").tolist()
+    if broken:
+        bad = torch.zeros(2, dtype=torch.int64)
+        top.count_broken(bad)
+        refuse_not_finite(*reduce(bad, "sum").tolist(), n)
+    if not above < k <= above + inside:
+        counts.zero_()
+        top.split(LEAST_KEY, LARGEST_KEY, mask, counts)
+        above, inside = 0, n
+    values = CompiledValues(top)
+    top.look_at_keys()
+    key, ties_kept, num_ties = nth_of_all(values, k - above, inside, reduce)
+    key = ~key
+    tie_uid = tie_position = LAST
+    if ties_kept < num_ties:
+        top.look_at_uids(key)
+        tie_uid, left, num_same = nth_of_all(values, ties_kept, num_ties, reduce)
+        if left < num_same:
+            top.look_at_positions(tie_uid)
+            tie_position, _, _ = nth_of_all(values, left, num_same, reduce)
+    if mask is not None:
+        top.write(key, tie_uid, tie_position, mask)
+    return ShareCut(ext.score_of(key), tie_uid, tie_position, k, n), mask
+
+
+def _bracket(top: Any, counts: Tensor, share: float, n: int, reduce: Reduce) -> tuple[int, int]:
+    """Keys [low, high] that hold the border of the share with all but 1e-8 probability: 22 bits of each, two digits."""
+    if n <= BRACKET_ABOVE:
+        return LEAST_KEY, LARGEST_KEY
+    weight = int(counts.sum())
+    sigma = math.sqrt(share * (1 - share) / SAMPLE_SIZE)  # at most this: every rank samples as many, or all it has
+    slack = 6 * sigma + 4 / SAMPLE_SIZE
+    # descending: how much of the sample's weight lies above the upper and the lower end of the bracket
+    above = [max(0.0, share - slack) * weight, min(1.0, share + slack) * weight]
+
+    def digit_at(descending: Tensor, target: float) -> tuple[int, int]:
+        up_to = descending.flip(0).cumsum(0)
+        at = min(int(torch.searchsorted(up_to, int(target) + 1)), len(up_to) - 1)
+        return len(up_to) - 1 - at, int(up_to[at - 1]) if at else 0
+
+    high, before_high = digit_at(counts, above[0])
+    low, before_low = digit_at(counts, above[1])
+    finer = torch.zeros(2 * SAMPLE_BINS, dtype=torch.int64)
+    top.refine(low, high, finer)
+    reduce(finer, "sum")
+    low_next, _ = digit_at(finer[:SAMPLE_BINS], above[1] - before_low)
+    high_next, _ = digit_at(finer[SAMPLE_BINS:], above[0] - before_high)
+    low_key = ((low << DIGIT) | low_next) << (32 - 2 * DIGIT)
+    high_key = (((high << DIGIT) | high_next) + 1 << (32 - 2 * DIGIT)) - 1
+    if above[0] <= 0:
+        high_key = LARGEST_KEY
+    if above[1] >= weight:
+        low_key = LEAST_KEY
+    return max(low_key, LEAST_KEY), min(high_key, LARGEST_KEY)

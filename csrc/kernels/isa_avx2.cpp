@@ -1,0 +1,8 @@
+#include <immintrin.h>
+#define D3S_ISA avx2
+#define D3S_LANES 8
+#include "kernels.inl"
+
+namespace d3s {
+const Kernels kernels_avx2 = {"avx2", avx2::row_stats_any, avx2::row_backward_any, avx2::split};
+}  // namespace d3s

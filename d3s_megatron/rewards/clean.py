@@ -45,6 +45,7 @@ _RULES = [
     (re.compile(r"^\s*\\text\{[^{}]*(?:\bis|\bare|[:=])\s*\}(?=.*\S)"), ""),
     (re.compile(r"^\s*\\text\{(\s*(?:\\\$)?[-+(.]?\s*\d[^{}]*)\}\s*$"), r"\1"),
     (re.compile(r"\\text\{\s*([.,;:]*)\s*\}"), r" \1 "),
+    (re.compile(r"\\text\{([ei])\}"), r"\1"),
     (re.compile(r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}"), ", "),
     (re.compile(r",?\s+(?:and|or)\s+(?=[^a-zA-Z]|[a-zA-Z]\b)"), ", "),
     (re.compile(r"\\text\{(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|max|min)\s*\}"), r"\\\1 "),

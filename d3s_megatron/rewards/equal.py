@@ -24,6 +24,7 @@ from d3s_megatron.rewards.structure import (
     read_shape,
 )  # fmt: skip
 from d3s_megatron.rewards.values import choice_of, is_readable, same_value
+from d3s_megatron.rewards.words import fold
 
 MAX_LENGTH = 10_000  # characters of an answer that is looked at; longer ones are only compared as spelling
 _ALTERNATIVES = re.compile(r"\\text\s*\{\s*OR\s*\}")  # some data sets give a gold in several forms
@@ -69,7 +70,7 @@ def _is_readable(shape: Shape) -> bool:
         return bool(shape.text)
     if isinstance(shape, Value):
         return is_name(shape) or is_readable(shape.text)
-    return all(map(_is_readable, children(shape)))
+    return bool(children(shape)) and all(map(_is_readable, children(shape)))
 
 
 def _same(gold: Shape, answer: Shape) -> bool:
@@ -101,14 +102,14 @@ def _single(shape: Shape) -> Shape:
 
 
 def _same_words(gold: Shape, answer: Shape) -> bool:
-    def fold(shape: Shape) -> str | None:
+    def words(shape: Shape) -> str | None:
         if isinstance(shape, Words):
             return shape.text
         if isinstance(shape, Value):
-            return " ".join(re.findall(r"[^\W_]+", re.sub(r"\\text\{([^{}]*)\}", r"\1", shape.text).casefold()))
+            return fold(re.sub(r"\\text\{([^{}]*)\}", r"\1", shape.text))
         return None
 
-    return fold(gold) is not None and fold(gold) == fold(answer)
+    return words(gold) is not None and words(gold) == words(answer)
 
 
 def _in_order(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:

@@ -1,14 +1,22 @@
-"""Numbers as people write them, read exactly."""
+"""Numbers as people write them, read exactly.
+
+Policy of rounding: a decimal equals an exact value where it is that value rounded to the places written, and at least
+ROUNDED_DIGITS significant digits are written. 0.333333 is 1/3; 0.33 is not.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
+
+import mpmath
 
 from d3s_megatron.rewards.expression import MAX_DIGITS
 
 MAX_POWER_OF_TEN = 5000
+ROUNDED_DIGITS = 6
 
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?(?:\.\d*)?"
 _DECIMAL = re.compile(
@@ -21,6 +29,7 @@ _FRACTION = re.compile(
     r"(?:\\frac\s*(?:\{\s*(?P<n1>-?\d+)\s*\}|(?P<n2>\d)|\s(?P<n3>\d))\s*(?:\{\s*(?P<d1>-?\d+)\s*\}|(?P<d2>\d))"
     r"|(?P<n4>\d+\.?)\s*/\s*(?P<d4>\d+\.?))"
 )
+_REPEATING = re.compile(r"(?P<whole>\d*)\.(?P<once>\d*)\\(?:overline|bar|dot)\s*\{\s*(?P<again>\d+)\s*\}")
 _SIGN = re.compile(r"\s*([+-]?)\s*")
 
 
@@ -44,6 +53,10 @@ def read_number(text: str) -> Decimal | None:
     if match := _POWER_OF_TEN.fullmatch(rest):
         power = int((match["power"] or match["bare"]).replace(" ", ""))
         return Decimal(sign * Fraction(10) ** power) if abs(power) <= MAX_POWER_OF_TEN else None
+    if match := _REPEATING.fullmatch(rest):
+        once, again = match["once"], match["again"]
+        period = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+        return Decimal(sign * (Fraction(int((match["whole"] + once) or "0"), 10 ** len(once)) + period))
     if match := _FRACTION.fullmatch(rest):
         return _fraction(sign, match)
     return None
@@ -76,3 +89,14 @@ def _fraction(sign: int, match: re.Match[str]) -> Decimal | None:
     if denominator == 0 or (whole is not None and not 0 <= numerator < denominator):
         return None  # `3 8/5` is no mixed number
     return Decimal(sign * (int(whole or 0) + Fraction(numerator, denominator)))
+
+
+def rounds_to(decimal: Decimal, value: Any) -> bool:
+    """Whether `decimal` is `value` rounded to the places it shows, and shows enough of them."""
+    if not decimal.step or decimal.num_digits < ROUNDED_DIGITS:
+        return False
+    if isinstance(value, Fraction):
+        return abs(decimal.value - value) * 2 <= decimal.step
+    written = mpmath.mpf(decimal.value.numerator) / decimal.value.denominator
+    step = mpmath.mpf(decimal.step.numerator) / decimal.step.denominator
+    return bool(abs(written - value) * 2 <= step)

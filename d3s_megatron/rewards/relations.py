@@ -12,17 +12,10 @@ from typing import Any
 import mpmath
 
 from d3s_megatron.rewards.clean import squeeze
-from d3s_megatron.rewards.expression import (
-    Node,
-    TooLarge,
-    Unreadable,
-    evaluate,
-    precision,
-    read_expression,
-    symbols,
-)
+from d3s_megatron.rewards.evaluation import TooLarge, evaluate, precision
+from d3s_megatron.rewards.expression import Node, Unreadable, read_expression, symbols
+from d3s_megatron.rewards.identity import sample_point
 from d3s_megatron.rewards.structure import Interval, Items, Relation, Shape, Union, Value, Words
-from d3s_megatron.rewards.values import sample_point
 
 Same = Callable[[Shape, Shape], bool]
 
@@ -42,7 +35,8 @@ def same_relation(gold: Shape, answer: Shape, same: Same) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Relation):
         return _same_equation(gold, answer, same)
     if isinstance(gold, Relation):
-        return gold.ops[-1] == "=" and same(_named_value(gold), answer) if _named_value(gold) else False
+        named = _named_value(gold)
+        return named is not None and gold.ops[-1] == "=" and same(named, answer)
     assert isinstance(answer, Relation)
     return set(answer.ops) == {"="} and _worked_out(answer, same) and same(gold, _result(answer))
 

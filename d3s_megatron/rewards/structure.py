@@ -6,7 +6,9 @@ Values stay text here; `values.py` compares them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from d3s_megatron.rewards.words import words_of
 
 MAX_DEPTH = 12  # of brackets inside brackets
 MAX_ITEMS = 500
@@ -34,6 +36,7 @@ _RELATIONS = {
     r"\in": "in",
 }
 _THOUSANDS = re.compile(r"\s*(?:\\\$)?\s*[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)[^,]*")
+_SYSTEM = re.compile(r"(?:\\\{)?\s*\\begin\{(cases|aligned|align\*?|gathered)\}(.*)\\end\{\1\}", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
 
 
@@ -138,7 +141,7 @@ def _read(pieces: list[str], level: int) -> Shape:
         raise TooDeep("nested too deeply")
     pieces = _strip(pieces)
     text = "".join(pieces)
-    if (words := _words(text)) is not None:
+    if (words := words_of(text)) is not None:
         return Words(words)
     depths = _depths(pieces)
 
@@ -165,6 +168,9 @@ def _read(pieces: list[str], level: int) -> Shape:
         plus = ["+" if p == r"\pm" else "-" if p == r"\mp" else p for p in pieces]
         minus = ["-" if p == r"\pm" else "+" if p == r"\mp" else p for p in pieces]
         return Items("list", (_read(plus, level + 1), _read(minus, level + 1)))
+    if (match := _SYSTEM.fullmatch(text)) and not (match.group(1) == "cases" and "&" in text):
+        rows = [row.replace("&", " ") for row in re.split(r"\\\\", match.group(2)) if row.strip()]
+        return _list([_pieces(row) for row in rows], level)
     if match := _MATRIX.fullmatch(text):
         rows = [row for row in re.split(r"\\\\", match.group(2)) if row.strip() and row.strip() != r"\hline"]
         cells = tuple(tuple(_read(_pieces(cell), level + 1) for cell in row.split("&")) for row in rows)
@@ -238,7 +244,7 @@ def _name_every(items: list[Shape]) -> list[Shape]:
     first = items[0]
     if not (isinstance(first, Relation) and first.ops == ("=",)) or any(isinstance(i, Relation) for i in items[1:]):
         return items
-    return [first] + [Relation((first.sides[0], item), ("=",)) for item in items[1:]]
+    return [first, *(Relation((first.sides[0], item), ("=",)) for item in items[1:])]
 
 
 def _bracketed(pieces: list[str], depths: list[int]) -> list[str] | None:
@@ -284,36 +290,3 @@ def _condition(inner: list[str]) -> list[str] | None:
             before = "".join(inner[:position])
             return inner[position + 1 :] if re.fullmatch(r"\s*[a-z]\s*(?:\\in\s*\S+\s*)?", before) else None
     return None
-
-
-_TEXT = re.compile(r"\\text\{([^{}]*)\}")
-_ONLY_WORDS = re.compile(r"[^\W\d_]+(?:[\s,.'\"!?()-]+[^\W\d_]+)*[.!?]?")
-_SHORT_WORDS = {"yes", "no", "odd", "even", "all", "any", "none", "true", "false", "and", "not", "one", "two",
-                "six", "ten", "red", "day", "sum", "max", "min", "mon", "tue", "wed", "thu", "fri", "sat",
-                "sun", "dne"}  # fmt: skip
-
-
-def _words(text: str) -> str | None:
-    """The words of an answer that is words and no mathematics; their case, marks and brackets do not matter."""
-    if not _TEXT.search(text):
-        longest = max((len(word) for word in re.findall(r"[^\W\d_]+", text)), default=0)
-        is_word = longest >= 4 or text.strip().casefold() in _SHORT_WORDS
-        if not is_word or "\\" in text or not _ONLY_WORDS.fullmatch(text.strip()):
-            return None
-        return _fold(text)
-    outside = _TEXT.sub(" ", text)
-    inside = " ".join(_TEXT.findall(text))
-    if re.search(r"[0-9=<>^_\\+*/|{}]", outside) or re.search(r"[a-zA-Z]", outside):
-        return None
-    if re.fullmatch(r"[\s\d.,:()+\-*/=%$]*", inside):  # \text{12}: numbers in an upright face
-        return None
-    return _fold(inside if not outside.strip(" ,.()") else text)
-
-
-def _fold(words: str) -> str:
-    return " ".join(re.findall(r"[^\W_]+", words.casefold()))
-
-
-def drop_text(shape: Value) -> Value:
-    """A value with upright faces made plain: \\text{12} is 12."""
-    return replace(shape, text=_TEXT.sub(r" \1 ", shape.text))

@@ -6,6 +6,7 @@ r"""One spelling for what LaTeX and Unicode let people write in many ways; no me
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _CHARACTERS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/",
@@ -23,7 +24,7 @@ _TRANSLATION = str.maketrans(_CHARACTERS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
-_RULES = [
+_RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+"), lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}"),
     (re.compile(r"[₀₁₂₃₄₅₆₇₈₉]+"), lambda m: "_{" + m.group().translate(_SUBSCRIPTS) + "}"),
     (re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])"), r"\\sqrt{\1}"),

@@ -56,7 +56,7 @@ def read_expression(text: str) -> Node:
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens = []
+    tokens: list[tuple[str, str]] = []
     position, text = 0, text.strip()
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -314,7 +314,8 @@ class _Reader:
 
     def _raw_until_close(self) -> str:
         """The tokens up to the bracket that closes the one just taken, which is taken too."""
-        depth, inside = 1, []
+        depth = 1
+        inside: list[str] = []
         while True:
             token = self._take()
             depth += (token in "{(") - (token in "})")

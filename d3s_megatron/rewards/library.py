@@ -23,7 +23,7 @@ def can_try(text: str) -> bool:
 
 def library_equal(gold: str, answer: str) -> bool:
     """The library's verdict on two cleaned texts; what it cannot read is not equal."""
-    from math_verify import verify  # a second of imports that a process without such texts never pays
+    from math_verify import verify  # here, so that importing this package stays light
 
     expressions = [_parse(text) for text in (gold, answer)]
     return None not in expressions and bool(verify(expressions[0], expressions[1], timeout_seconds=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from d3s_megatron.rewards.equal import equal, is_parsable
 from d3s_megatron.rewards.extract import final_answer
+from d3s_megatron.rewards.library import library_reads
 
 
 def judge(text: str, gold: str) -> tuple[float, str]:
@@ -26,3 +27,4 @@ def warm_up() -> None:
     for gold in ("1", r"\frac{1}{2}", r"x^2+\sqrt{3}"):
         judge(rf"\boxed{{{gold}}}", gold)
         equal(gold, gold + "+1")
+    library_reads(r"\sum_{k=1}^{n} k")

@@ -107,8 +107,9 @@ def main(control_fd: int, parent_pid: int) -> None:
                 send_int(control, pid)
             elif command == b"k":
                 pid = receive_int(control)
+                known = pid in workers  # nothing but our own children is ever killed
                 workers.discard(pid)
-                send_int(control, _kill(pid))
+                send_int(control, _kill(pid) if known else 0)
             else:
                 break
     except (EOFError, BrokenPipeError, ConnectionResetError):

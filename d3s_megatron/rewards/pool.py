@@ -4,8 +4,8 @@ Rules:
 - An answer has `deadline_seconds` in all. The first try may use FIRST_TRY of it; what hangs or crashes there is tried
   once more in the rest, in another process. Then its status is `timeout` or `crash` and it has no value.
 - `num_workers` answers are judged at a time. One that takes longer than a moment no longer counts: it keeps its own
-  process until its deadline, and another worker takes the place, so one hostile answer in eight does not hold up
-  the rest. At most EXTRA such processes stand beside the working ones.
+  process, at low priority, until its deadline, and another worker takes the place, so one hostile answer in eight does
+  not hold up the rest. At most EXTRA such processes stand beside the working ones.
 - A worker is replaced after ANSWERS_PER_WORKER answers, so that caches of the mathematics library cannot grow for ever.
 """
 
@@ -27,10 +27,12 @@ from dataclasses import dataclass
 
 from d3s_megatron.rewards.nursery import receive_int, receive_message, send_int, send_message
 
-FIRST_TRY = 0.4  # share of the deadline; the retry gets the larger part, as it is there for a loaded machine
-EXTRA = 16  # slow answers that may keep a process each, beside the working ones
+FIRST_TRY = 0.4  # shares of the deadline; the retry gets the larger one, as it is there for a loaded machine
+SECOND_TRY = 0.5  # what is left over pays for killing, forking and waiting for a place
+EXTRA = 32  # slow answers that may keep a process each, beside the working ones
 ANSWERS_PER_WORKER = 5000
-_SLOW_SECONDS = 0.25  # longer than any ordinary answer takes; at most a tenth of the deadline
+_SLOW_SECONDS = 0.1  # longer than ordinary answers take
+_SLOW_NICENESS = 10
 _SETUP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -53,6 +55,7 @@ class Judged:
 class _Worker:
     pid: int
     sock: socket.socket
+    generation: int  # of the nursery that raised it
     num_answers: int = 0
     job: _Job | None = None
 
@@ -83,6 +86,7 @@ class WorkerPool:
         self._num_workers = num_workers
         self._deadline = deadline_seconds
         self._slow = min(_SLOW_SECONDS, deadline_seconds / 10)
+        self._generation = 0
         self._settings = {"judge": judge, "memory_limit_mb": memory_limit_mb}
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
@@ -136,20 +140,21 @@ class WorkerPool:
                         value, status, message = receive_message(worker.sock)
                     except (EOFError, ConnectionResetError):
                         value, status, message = None, "crash", "the worker process died"
-                        self._discard(worker)
-                    else:
-                        self._take_back(worker)
                     if status == "crash":
+                        self._discard(worker)  # its memory may be in any state
                         logger.warning("judging answer %d of this batch crashed: %s", job.index, message)
                         failed(job, "crash")
                     else:
+                        self._take_back(worker)
                         results[job.index] = Judged(value, status)
 
                 now = time.monotonic()
                 for worker in list(self._busy):
                     job = worker.job
                     assert job is not None
-                    job.slow = now - job.started > self._slow
+                    if not job.slow and now - job.started > self._slow:
+                        job.slow = True
+                        self._lower_priority(worker)
                     if now - job.started > job.limit:
                         selector.unregister(worker.sock)
                         self._discard(worker)
@@ -169,25 +174,35 @@ class WorkerPool:
             self._discard(worker)
             worker = self._spawn()
             send_message(worker.sock, item)
-        limit = self._deadline * ((1 - FIRST_TRY) if retry else FIRST_TRY)
+        limit = self._deadline * (SECOND_TRY if retry else FIRST_TRY)
         worker.job = _Job(index, retry, time.monotonic(), limit)
         self._busy.add(worker)
         return worker
 
     def _take_back(self, worker: _Worker) -> None:
+        was_slow = worker.job is not None and worker.job.slow  # its priority stays low
         self._busy.discard(worker)
         worker.job = None
         worker.num_answers += 1
-        if worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
+        if was_slow or worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
             self._discard(worker)
         else:
             self._idle.append(worker)
+
+    def _lower_priority(self, worker: _Worker) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICENESS)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has just ended, or this system does not allow it; the deadline stands either way
 
     def _spawn(self) -> _Worker:
         try:
             return self._fork_worker()
         except (BrokenPipeError, ConnectionResetError, EOFError):  # the nursery was killed, and its workers with it
             logger.warning("the process that raises reward workers died; starting another")
+            for worker in self._idle:
+                worker.sock.close()
+            self._idle.clear()
             self._end_nursery()
             self._start_nursery()
             return self._fork_worker()
@@ -197,7 +212,7 @@ class WorkerPool:
         try:
             with theirs:
                 socket.send_fds(self._control, [b"s"], [theirs.fileno()])
-                return _Worker(receive_int(self._control), ours)
+                return _Worker(receive_int(self._control), ours, self._generation)
         except BaseException:
             ours.close()
             raise
@@ -206,6 +221,8 @@ class WorkerPool:
         self._busy.discard(worker)
         worker.job = None
         worker.sock.close()
+        if worker.generation != self._generation:
+            return  # it died with its nursery, and its process id may be another's by now
         try:
             self._control.sendall(b"k")
             send_int(self._control, worker.pid)
@@ -214,6 +231,7 @@ class WorkerPool:
             pass  # no nursery, no worker; the next spawn starts another
 
     def _start_nursery(self) -> None:
+        self._generation += 1
         ours, theirs = socket.socketpair()
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         with theirs:

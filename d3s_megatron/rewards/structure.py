@@ -233,7 +233,7 @@ def _list(parts: list[list[str]], level: int) -> Shape:
         raise TooDeep("too many items")
     if len(parts) == 1:
         return _read(parts[0], level + 1)
-    items = []
+    items: list[Shape] = []
     for item in _name_every([_read(part, level + 1) for part in parts]):
         items += item.items if isinstance(item, Items) and item.kind == "list" else [item]
     return Items("list", tuple(items))

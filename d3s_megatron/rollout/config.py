@@ -19,10 +19,10 @@ class RolloutConfig:
     """Sampling temperature; the trainer divides its logits by the same number."""
 
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; 1 is off."""
+    """Sample from the smallest set of tokens with this probability; 1 is off, which is what the trainer assumes."""
 
     top_k: int = 0
-    """Sample from this many most likely tokens; 0 is off."""
+    """Sample from this many most likely tokens; 0 is off, which is what the trainer assumes."""
 
     max_new_tokens: int = 1024
     """Longest answer in tokens, end-of-sequence included."""

@@ -34,6 +34,7 @@ _TE_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+LOCAL_NORMS = {te: local for local, te in _TE_NORMS.items()}
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 

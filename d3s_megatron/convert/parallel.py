@@ -37,3 +37,24 @@ def check_tp(shape: ModelShape, tp: int) -> None:
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     if rows % tp:
         raise ValueError(f"{rows} rows of the query, key, value projection do not divide by tensor parallel size {tp}")
+
+
+def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
+    """Layers of each pipeline stage: consecutive chunks, the earlier ones larger where it is uneven (7, 3 -> 3, 2, 2).
+
+    With `vpp` chunks a stage holds every pp-th chunk, as in Megatron's interleaved schedule. Each layer lies on
+    exactly one stage (fault B10).
+    """
+    for name, value in (("pp", pp), ("vpp", vpp)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: expected 1 or more")
+    chunks = pp * vpp
+    if num_layers < chunks:
+        raise ValueError(f"{num_layers} layers cannot fill {pp} pipeline stages of {vpp} chunks: lower pp or vpp")
+    stages: list[list[int]] = [[] for _ in range(pp)]
+    first = 0
+    for chunk in range(chunks):
+        length = num_layers // chunks + (chunk < num_layers % chunks)
+        stages[chunk % pp] += range(first, first + length)
+        first += length
+    return stages

@@ -1,0 +1,270 @@
+"""Run a conversion: a folder beside the target, files of their final size, workers, a journal, and a rename last.
+
+A killed run leaves the folder `.NAME.partial` with a journal of what is surely on disk; the same command continues
+there. Nothing under the target's own name is ever incomplete, and the source is only read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from d3s_megatron.convert.checkpoint.memory import AnonymousPeak
+from d3s_megatron.convert.checkpoint.moves import Task, run_task
+
+JOURNAL = "journal"
+SYNC_BYTES = 512 * 2**20  # written by a worker between two entries of the journal: what a killed run may repeat
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversion, planned to the byte; target files in `tasks` are relative to the folder being written."""
+
+    out: Path
+    sizes: dict[str, int]  # bytes of every large file
+    frames: list[tuple[str, int, bytes]]  # (file, offset, bytes): headers and whatever else is no tensor data
+    tasks: list[Task]
+    finish: Callable[[Path], None]  # writes the small files
+    sources: list[Path] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large files."""
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a finished run took."""
+
+    nbytes: int
+    continued_nbytes: int  # of these, written by an earlier run that was stopped
+    seconds: float
+    peak_anonymous: int  # bytes, of the whole process
+    added_anonymous: int  # bytes, above what the process held when the run began
+
+    def __str__(self) -> str:
+        moved = self.nbytes - self.continued_nbytes
+        before = (
+            f" ({self.continued_nbytes / 1e9:.2f} GB were there from a stopped run)" if self.continued_nbytes else ""
+        )
+        return (
+            f"wrote {moved / 1e9:.2f} GB in {self.seconds:.2f} s, {moved / 1e9 / self.seconds:.2f} GB/s, synced to disk"
+            f"{before}; peak anonymous memory {self.peak_anonymous / 1e6:.0f} MB, "
+            f"{self.added_anonymous / 1e6:.0f} MB of it for the conversion"
+        )
+
+
+def run(job: Job, workers: int = 1) -> Report:
+    """Write `job.out`; ValueError where it exists, another run is writing it, or the disk is full."""
+    if workers < 1:
+        raise ValueError(f"workers is {workers}: expected 1 or more")
+    if job.out.exists():
+        raise ValueError(f"{job.out} exists: remove it or choose another folder")
+    torch.set_num_threads(1)  # the workers are the parallelism
+    started = time.perf_counter()
+    partial = job.out.with_name(f".{job.out.name}.partial")
+    before = _fingerprint(job)
+    with AnonymousPeak() as memory:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _Journal(partial, before) as journal:
+            _presize(job, partial, journal)
+            left = [(i, task) for i, task in enumerate(job.tasks) if i not in journal.done]
+            continued = sum(job.tasks[i].nbytes for i in journal.done)
+            _work(left, partial, workers, journal)
+            job.finish(partial)
+            if _fingerprint(job) != before:
+                raise ValueError("a source file changed while it was converted: run again on files at rest")
+            (partial / JOURNAL).unlink()
+        _sync(partial)
+        os.rename(partial, job.out)
+        _sync_folder(job.out.parent)
+    return Report(job.nbytes, continued, time.perf_counter() - started, memory.peak, memory.added)
+
+
+class _Journal:
+    """Numbers of the tasks whose bytes are on disk; a file lock keeps a second run out."""
+
+    def __init__(self, partial: Path, fingerprint: str) -> None:
+        self.path, self.fingerprint = partial / JOURNAL, fingerprint
+        self.done: set[int] = set()
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> _Journal:
+        self.file = open(self.path, "a+")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.file.close()
+            raise ValueError(f"another run is writing {self.path.parent}: wait for it") from error
+        self.file.seek(0)
+        lines = self.file.read().splitlines()
+        if lines and lines[0] == self.fingerprint:
+            self.done = {int(number) for line in lines[1:] for number in line.split() if line.endswith(" ")}
+        elif lines or len(list(self.path.parent.iterdir())) > 1:
+            self.file.close()
+            raise ValueError(
+                f"{self.path.parent} was left by a run with another source or other options: remove it, or repeat "
+                "that run"
+            )
+        else:
+            self.append(self.fingerprint + "\n")
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.file.close()
+
+    def append(self, text: str) -> None:
+        with self.lock:
+            self.file.write(text)
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def add(self, numbers: Iterable[int]) -> None:
+        # The blank at the end marks a line that was written whole.
+        self.append(" ".join(map(str, numbers)) + " \n")
+
+
+def _fingerprint(job: Job) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(set(job.sources)):
+        stat = path.stat()
+        digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for name, size in sorted(job.sizes.items()):
+        digest.update(f"{name} {size}\n".encode())
+    digest.update(str(len(job.tasks)).encode())
+    return digest.hexdigest()
+
+
+def _presize(job: Job, partial: Path, journal: _Journal) -> None:
+    """Reserve every file's space, so that a full disk shows before the work, not after it."""
+    fresh = not journal.done
+    try:
+        for name, size in job.sizes.items():
+            descriptor = os.open(partial / name, os.O_CREAT | os.O_WRONLY, 0o644)
+            try:
+                if fresh:
+                    os.ftruncate(descriptor, 0)  # padding relies on zeros
+                    _reserve(descriptor, size)
+            finally:
+                os.close(descriptor)
+        if fresh:
+            for name, offset, data in job.frames:
+                descriptor = os.open(partial / name, os.O_WRONLY)
+                try:
+                    os.pwrite(descriptor, data, offset)
+                finally:
+                    os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if fresh:
+            shutil.rmtree(partial)
+        raise _disk_full(job.nbytes, partial) from error
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if size == 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(descriptor, size)  # a file system that cannot reserve: at least give it its size
+
+
+def _disk_full(nbytes: int, partial: Path) -> ValueError:
+    free = shutil.disk_usage(partial.parent).free
+    return ValueError(
+        f"the disk is full: {nbytes / 1e9:.2f} GB are needed beside {partial.parent}, {free / 1e9:.2f} GB are free; "
+        "make room and run the same command again"
+    )
+
+
+def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _Journal) -> None:
+    queue, lock = iter(tasks), threading.Lock()
+    failed = threading.Event()
+
+    def worker() -> None:
+        with _Files(os.O_RDONLY) as source, _Files(os.O_WRONLY, partial) as target:
+            done: list[int] = []
+            pending = 0
+            while not failed.is_set():
+                with lock:
+                    number, task = next(queue, (-1, None))
+                if task is None:
+                    break
+                try:
+                    run_task(task, source.open, target.open)
+                except BaseException:
+                    failed.set()
+                    raise
+                done.append(number)
+                pending += task.nbytes
+                if pending >= SYNC_BYTES:
+                    target.sync()
+                    journal.add(done)
+                    done, pending = [], 0
+            target.sync()
+            if done:
+                journal.add(done)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for future in [pool.submit(worker) for _ in range(workers)]:
+            try:
+                future.result()
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise _disk_full(sum(task.nbytes for _, task in tasks), partial) from error
+                raise
+
+
+class _Files:
+    """Descriptors of one worker, opened on first use."""
+
+    def __init__(self, flags: int, root: Path = Path()) -> None:
+        self.flags, self.root = flags, root
+        self.descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+    def open(self, path: Path) -> int:
+        if path not in self.descriptors:
+            self.descriptors[path] = os.open(self.root / path, self.flags)
+        return self.descriptors[path]
+
+    def sync(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.fdatasync(descriptor)
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,215 @@
+"""Damaged sources, full disks and killed runs: a clear error each, the source untouched, nothing half-written."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.convert.builders import counting_state, tiny_config, write_folder
+
+from d3s_megatron.convert import read_shape
+from d3s_megatron.convert.checkpoint import describe, job, jobs, moves
+from d3s_megatron.convert.checkpoint.torch_dist import DistCheckpoint
+from d3s_megatron.convert.hf_folder import INDEX
+
+ROOT = Path(__file__).parents[2]
+
+
+def fingerprint(folder):
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    config = tiny_config()
+    return write_folder(tmp_path / "source", config, counting_state(read_shape(config)))
+
+
+@pytest.fixture
+def megatron(tmp_path, source):
+    job.run(jobs.import_job(source, tmp_path / "megatron", tp=2, pp=2))
+    return tmp_path / "megatron"
+
+
+def run_tool(*arguments):
+    command = [sys.executable, "tools/checkpoint.py", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_truncated_weights(tmp_path, source):
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    before = fingerprint(source)
+    done = run_tool("import", source, tmp_path / "out")
+    assert done.returncode == 2 and "model.safetensors" in done.stderr and "damaged" in done.stderr
+    assert not (tmp_path / "out").exists() and fingerprint(source) == before
+
+
+def test_missing_shard_and_wrong_index(tmp_path, megatron):
+    job.run(jobs.export_job(megatron, tmp_path / "hf", max_shard_bytes=2048))
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    shard = tmp_path / "hf" / index["weight_map"]["model.norm.weight"]
+    moved = shard.rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=f"{shard.name}.*missing shard"):
+        jobs.import_job(tmp_path / "hf", tmp_path / "out")
+    moved.rename(shard)
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model.norm.weight lies in"):
+        jobs.import_job(tmp_path / "hf", tmp_path / "out")
+
+
+def test_damaged_megatron_checkpoints(tmp_path, megatron):
+    cases = {
+        "truncated": lambda folder: os.truncate(folder / "__3_0.distcp", 700),
+        "missing file": lambda folder: (folder / "__3_0.distcp").unlink(),
+        "damaged": lambda folder: os.truncate(folder / ".metadata", 100),
+        "no complete torch_dist checkpoint": lambda folder: (folder / "metadata.json").unlink(),
+        "no hf/config.json": lambda folder: shutil.rmtree(folder / "hf"),
+    }
+    for i, (words, damage) in enumerate(cases.items()):
+        folder = shutil.copytree(megatron, tmp_path / f"copy{i}")
+        damage(folder)
+        with pytest.raises(ValueError, match=words.replace("/", ".")):
+            jobs.export_job(folder, tmp_path / "out")
+    (tmp_path / "copy0" / "__3_0.distcp").write_bytes(bytes((megatron / "__3_0.distcp").stat().st_size))
+    with pytest.raises(ValueError, match="no tensor at byte"):
+        jobs.export_job(tmp_path / "copy0", tmp_path / "out")
+
+
+def test_config_of_another_model(megatron):
+    config = json.loads((megatron / "hf" / "config.json").read_text())
+    for changes, words in (
+        ({"num_hidden_layers": 1}, "config.json says"),
+        ({"tie_word_embeddings": True}, "does not have: output_layer.weight"),
+        ({"intermediate_size": 16}, "config.json says"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "linear_qkv.bias"),
+    ):
+        shape = read_shape({**config, **changes})
+        with pytest.raises(ValueError, match=words):
+            DistCheckpoint(megatron).blocks(shape)
+
+
+def test_metadata_that_would_run_code_is_refused(tmp_path, megatron):
+    (megatron / ".metadata").write_bytes(b"cos\nsystem\n(S'touch %s'\ntR." % str(tmp_path / "ran").encode())
+    with pytest.raises(ValueError, match="names os.system"):
+        DistCheckpoint(megatron)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plan_refuses_a_full_disk_or_memory_in_advance(source):
+    plan = describe.plan_conversion(source)
+    plan.check()
+    with pytest.raises(ValueError, match="the disk has 0.0 GB"):
+        type(plan)(**{**vars(plan), "free_disk": 10}).check()
+    with pytest.raises(ValueError, match="fewer workers"):
+        type(plan)(**{**vars(plan), "free_memory": 10}).check()
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path, source):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small tmpfs cannot be mounted here: it needs privileges")
+    try:
+        before = fingerprint(source)
+        with pytest.raises(ValueError, match="the disk is full"):
+            job.run(jobs.import_job(source, small / "out"))
+        assert list(small.iterdir()) == [] and fingerprint(source) == before
+        done = run_tool("import", source, small / "out")
+        assert done.returncode == 2 and "make room" in done.stderr
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_existing_target_and_foreign_leftovers_are_refused(tmp_path, source, megatron):
+    with pytest.raises(ValueError, match="exists"):
+        job.run(jobs.import_job(source, megatron))
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "something").touch()
+    with pytest.raises(ValueError, match="another source or other options"):
+        job.run(jobs.import_job(source, tmp_path / "out"))
+
+
+def test_stopped_run_continues_where_it_stopped(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(job, "SYNC_BYTES", 1)  # a journal entry for every task
+    planned = jobs.import_job(source, tmp_path / "out", tp=2)
+    ran, run_task = [], moves.run_task
+
+    def stop_in_the_middle(task, *files):
+        if len(ran) == len(planned.tasks) // 2:
+            raise KeyboardInterrupt
+        ran.append(task)
+        run_task(task, *files)
+
+    monkeypatch.setattr(job, "run_task", stop_in_the_middle)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(planned)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="other options"):
+        job.run(jobs.import_job(source, tmp_path / "out", tp=1))
+    again = []
+    monkeypatch.setattr(job, "run_task", lambda task, *files: (again.append(task), run_task(task, *files)))
+    report = job.run(jobs.import_job(source, tmp_path / "out", tp=2))
+    assert len(ran) + len(again) == len(planned.tasks) and report.continued_nbytes == sum(t.nbytes for t in ran)
+    job.run(jobs.import_job(source, tmp_path / "whole", tp=2))
+    for path in (tmp_path / "whole").glob("*.distcp"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def test_killed_process_continues(tmp_path):
+    config = tiny_config(hidden_size=512, intermediate_size=2048, num_hidden_layers=24, torch_dtype="bfloat16")
+    shape = read_shape(config)
+    source = write_folder(tmp_path / "source", config, counting_state(shape, torch.bfloat16))
+    command = [sys.executable, "tools/checkpoint.py", "import", source, tmp_path / "out", "--tp", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".out.partial").exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    if (tmp_path / "out").exists():
+        pytest.skip("the conversion ended before it could be killed")
+    done = run_tool("import", source, tmp_path / "out", "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    done = run_tool("verify", source, tmp_path / "out")
+    assert done.returncode == 0 and "equal bit for bit" in done.stdout
+
+
+def test_source_that_changes_meanwhile_is_noticed(tmp_path, source, monkeypatch):
+    planned = jobs.import_job(source, tmp_path / "out")
+    run_task = moves.run_task
+
+    def touch(task, *files):
+        run_task(task, *files)
+        os.utime(source / "model.safetensors")
+
+    monkeypatch.setattr(job, "run_task", touch)
+    with pytest.raises(ValueError, match="source file changed"):
+        job.run(planned)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tool_says_what_it_did(tmp_path, source):
+    done = run_tool("import", source, tmp_path / "out", "--tp", "2", "--workers", "2")
+    assert done.returncode == 0 and "GB/s" in done.stdout and "peak anonymous memory" in done.stdout
+    assert run_tool("export", tmp_path / "out", tmp_path / "back").returncode == 0
+    assert run_tool("verify", source, tmp_path / "back").returncode == 0
+    assert "qwen2: 2 layers" in run_tool("inspect", tmp_path / "out").stdout
+    assert "import: reads" in run_tool("plan", source, "--tp", "2").stdout
+    state = load_file(tmp_path / "back" / "model.safetensors")
+    state["model.norm.weight"][0] += 1
+    other = write_folder(tmp_path / "other", json.loads((source / "config.json").read_text()), state)
+    done = run_tool("verify", other, tmp_path / "out")
+    assert done.returncode == 1 and "model.norm.weight: values differ" in done.stdout

@@ -41,14 +41,13 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kept: Tensor, normalize
     count = per_group("sum", torch.ones_like(values))
     low = per_group("amin", values)
     spread = per_group("amax", values) - low
-    # From 0 to 1: subtracting the lowest first is what makes equal rewards exactly 0, and near ones accurate.
-    unit = (values - low[group]) / spread.masked_fill(spread == 0, 1.0)[group]
-    centered = unit - (per_group("sum", unit) / count)[group]
+    above = values - low[group]  # equal rewards are exactly 0 from here on, and near ones keep their digits
+    if normalize_std:
+        above = above / spread.masked_fill(spread == 0, 1.0)[group]  # squares can neither overflow nor vanish
+    centered = above - (per_group("sum", above) / count)[group]
     if normalize_std:
         variance = per_group("sum", centered**2) / (count - 1).clamp(min=1)
         centered = centered / variance.sqrt().masked_fill(spread == 0, 1.0)[group]
-    else:
-        centered = centered * spread[group]
     out[kept.nonzero().flatten()[order]] = centered
     return out
 

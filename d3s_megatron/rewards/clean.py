@@ -6,6 +6,7 @@ r"""One spelling for what LaTeX and Unicode let people write in many ways; no me
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 _CHARACTERS = {
@@ -85,6 +86,7 @@ _TRAILING = re.compile(r"(?:\s|[.,;:]|(?<!\\)\\\\)+$")
 _BRACED_ATOM = re.compile(r"(?<=[\^_])\{([a-zA-Z0-9])\}")
 
 
+@lru_cache(maxsize=256)  # a group of rollouts shares its gold
 def clean(text: str) -> str:
     """The usual spelling of an answer; dollar signs around mathematics go, those of money become `\\$`."""
     text = text.translate(_TRANSLATION)

@@ -6,6 +6,7 @@ The policy for what can be argued about is in POLICY.md beside this file; every 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from d3s_megatron.rewards.clean import clean, squeeze
 from d3s_megatron.rewards.relations import is_name, name_of, same_relation, spread
@@ -27,6 +28,7 @@ from d3s_megatron.rewards.values import choice_of, is_readable, same_value
 from d3s_megatron.rewards.words import fold
 
 MAX_LENGTH = 10_000  # characters of an answer that is looked at; longer ones are only compared as spelling
+_INTEGER = re.compile(r"\s*-?[0-9]{1,18}\s*")  # most golds are; the full comparison says the same, later
 _ALTERNATIVES = re.compile(r"\\text\s*\{\s*OR\s*\}")  # some data sets give a gold in several forms
 
 
@@ -36,6 +38,8 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if gold.strip() == answer.strip():
         return True
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
+        return int(gold) == int(answer)
     if len(answer) > MAX_LENGTH or len(gold) > MAX_LENGTH:
         return False
     if _ALTERNATIVES.search(gold):
@@ -53,8 +57,11 @@ def equal(gold: str, answer: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=256)
 def is_parsable(gold: str) -> bool:
     """Whether a gold is understood, so that an answer can be compared with it."""
+    if _INTEGER.fullmatch(gold):
+        return True
     if not gold.strip() or len(gold) > MAX_LENGTH:
         return False
     if _ALTERNATIVES.search(gold):

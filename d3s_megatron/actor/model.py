@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -111,7 +112,21 @@ def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> Actor
         parallel_output=True,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(rope_inv_freq(shape))
+    _mark_shards(model)
     return model.to(device=layout.device, dtype=DTYPES[config.dtype])
+
+
+def _mark_shards(model: ActorModel) -> None:
+    """Says which weights are shards; megatron-core does so only where it also fills them with random numbers.
+
+    Without the mark the gradient norm counts a sharded weight on one rank only, and clipping is wrong under TP.
+    """
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        for kind, dim in dims.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, kind) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def head_rows(model: ActorModel, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -15,6 +15,20 @@ from d3s_megatron import ops
 from d3s_megatron.types import Reduce, Sample, Scores
 
 
+SCORE_BITS = 12  # of a float32's 23: steps of about 0.02%, far above float32 noise and far below what ranks tokens
+
+
+def settle_ties(scores: Tensor) -> Tensor:
+    """[n] float32 scores rounded to SCORE_BITS of mantissa, so that equal scores are equal after rounding noise too.
+
+    Rollouts of one prompt share their first tokens as often as not, and so exactly the same score there. Their
+    computed scores differ in the last bits by how the batch was packed; without this, packing would pick among them.
+    """
+    dropped = 23 - SCORE_BITS
+    bits = scores.contiguous().view(torch.int32) + (1 << (dropped - 1))
+    return (bits & -(1 << dropped)).view(torch.float32)
+
+
 @dataclass(frozen=True)
 class AllTokens:
     """Every response token of the kept rollouts is trained on."""
@@ -36,7 +50,7 @@ class TopShare:
     def __call__(
         self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
     ) -> list[Tensor]:
-        """Per sample a mask [L] bool; ties fall by (hash of seed, step and uid; position).
+        """Per sample a mask [L] bool; ties (see `settle_ties`) fall by (hash of seed, step and uid; position).
 
         Args:
             samples, scores: this rank's kept rollouts.
@@ -51,5 +65,5 @@ class TopShare:
         counts = torch.tensor(lengths, dtype=torch.int64)
         keys = ops.mix64(seed, step, uids) if len(uids) else uids
         position = torch.cat([torch.zeros(0, dtype=torch.int64)] + [torch.arange(length) for length in lengths])
-        mask = ops.top_share(flat.float(), share, keys.repeat_interleave(counts), position, reduce)
+        mask = ops.top_share(settle_ties(flat.float()), share, keys.repeat_interleave(counts), position, reduce)
         return list(mask.split(lengths))

@@ -21,6 +21,7 @@ _CHARACTERS = {
     "\u200b": "", "\ufeff": "",
 }  # fmt: skip
 _CHARACTERS |= {chr(0xFF01 + k): chr(0x21 + k) for k in range(94)}  # full-width forms of ASCII
+_CHARACTERS |= {chr(k): " " for k in range(32)}
 _TRANSLATION = str.maketrans(_CHARACTERS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")

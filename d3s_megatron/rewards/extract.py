@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-_BARE_TOKEN = re.compile(r"[+-]?\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+")
+_BARE_TOKEN = re.compile(r"[+-]?\d+(?:\.\d+)?|[a-zA-Z]|\\(?!boxed|fbox)[a-zA-Z]+")
 _JOINT = re.compile(r"(?:[\s$]|\\[()\]\[])*(?:,|;|\band\b|\bor\b|,\s*and\b|,\s*or\b)(?:[\s$]|\\[()\]\[])*")
 _FINAL_LINE = re.compile(r"(?:(?:the\s+)?final\s+answer(?:\s+is)?\s*[:=]?|####)\s*(.+)", re.IGNORECASE)
 

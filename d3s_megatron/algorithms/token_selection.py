@@ -14,7 +14,6 @@ from torch import Tensor
 from d3s_megatron import ops
 from d3s_megatron.types import Reduce, Sample, Scores
 
-
 SCORE_BITS = 12  # of a float32's 23: steps of about 0.02%, far above float32 noise and far below what ranks tokens
 
 

@@ -1,13 +1,15 @@
-"""One D3S update on a given layout, from fixed rollouts; rank 0 saves what must not depend on the layout.
+"""One D3S update per job, from fixed rollouts; rank 0 saves what must not depend on the layout.
 
-    layout_worker.py MODEL OUT ALGORITHM KEY=VALUE ...      keys of ActorConfig, values as JSON
+    layout_worker.py JOBS.json      [{"model": folder, "out": file, "algorithm": name, "actor": {...ActorConfig}}]
 """
 
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from d3s_megatron import stages
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
@@ -42,10 +44,10 @@ class FixedReward:
         return [Verdict(float((int(text) * 7919) % 11 < 4), "right") for text, _ in items]
 
 
-def main(model: str, out: str, name: str, *settings: str) -> None:
-    config = ActorConfig(**{k: json.loads(v) for k, v in (s.split("=", 1) for s in settings)})
+def one_update(model: str, out: str, algorithm: str, actor: dict) -> None:
+    config = ActorConfig(**actor)
     algorithm = AlgorithmConfig(
-        name=name,
+        name=algorithm,
         samples_per_prompt=GROUP,
         kept_per_prompt_init=4,
         kept_per_prompt_final=GROUP,
@@ -55,7 +57,9 @@ def main(model: str, out: str, name: str, *settings: str) -> None:
     )
     layout = init_parallel(config)
     loss, recipe = make_loss(algorithm), make_recipe(algorithm)
-    actor = MegatronActor(model, config, OptimizerConfig(lr=1e-3), layout, 0.7, 10, with_reference=True)
+    # AdamW makes a step of lr out of any gradient, however small; a larger eps keeps rounding noise small in it.
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-5)
+    actor = MegatronActor(model, config, optimizer, layout, 0.7, 10, with_reference=True)
     prompts = [Prompt(str(i), "", tuple(range(1, 3 + i)), "") for i in range(NUM_PROMPTS)]
     assert make_requests(prompts, GROUP, 5, 0)[-1].uid == NUM_PROMPTS * GROUP - 1
     rollouts = stages.generate(FixedEngine(), prompts, GROUP, Sampling(), 5, 0, layout)
@@ -82,8 +86,10 @@ def main(model: str, out: str, name: str, *settings: str) -> None:
             "weights": weights,
         }
         torch.save(saved, out)
-    shutdown()
+    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        one_update(**job)
+    shutdown()

@@ -74,9 +74,18 @@ def test_numbers_are_read_exactly(text, value):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [(r"\sqrt{2}\cdot\sqrt{8}", 4), (r"\sin\frac{\pi}{6}", 0.5), (r"\log_2 8", 3), ("e^{i\\pi}", -1),
-     (r"\sqrt[3]{-8}", -2), ("|3-5|", 2), (r"\lfloor 2.7 \rfloor + \lceil 2.1 \rceil", 5), ("5!!", 15), (r"\sin^{-1} 1 \cdot 2/\pi", 1)],
-)  # fmt: skip
+    [
+        (r"\sqrt{2}\cdot\sqrt{8}", 4),
+        (r"\sin\frac{\pi}{6}", 0.5),
+        (r"\log_2 8", 3),
+        (r"e^{i\pi}", -1),
+        (r"\sqrt[3]{-8}", -2),
+        ("|3-5|", 2),
+        (r"\lfloor 2.7 \rfloor + \lceil 2.1 \rceil", 5),
+        ("5!!", 15),
+        (r"\sin^{-1} 1 \cdot 2/\pi", 1),
+    ],
+)
 def test_expressions_have_the_right_value(text, value):
     with precision():
         assert abs(evaluate(read_expression(text), {}, True) - value) < mpmath.mpf(10) ** -50

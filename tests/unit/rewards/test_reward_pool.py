@@ -1,0 +1,196 @@
+"""The worker pool with real processes: it survives what its judges do, and leaves nothing behind."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from d3s_megatron.rewards import pool as pool_module
+from d3s_megatron.rewards.pool import Judged, WorkerPool
+
+JUDGE = "sample_judges:obey"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def pool():
+    pool = WorkerPool(JUDGE, num_workers=2, deadline_seconds=2.0, memory_limit_mb=1024)
+    yield pool
+    pool.close()
+
+
+def say(*values):
+    return [(f"say {value}", "") for value in values]
+
+
+def wait_for_end(pids, seconds=20):
+    deadline = time.monotonic() + seconds
+    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def test_results_come_in_order(pool):
+    draw = random.Random(0)
+    items = [(f"say {k}", "") if draw.random() < 0.9 else ("sleep 0.05", "") for k in range(300)]
+    expected = [float(text.split()[1]) if text.startswith("say") else 1.0 for text, _ in items]
+    assert [result.value for result in pool.map(items)] == expected
+
+
+def test_no_items(pool):
+    assert pool.map([]) == []
+
+
+@pytest.mark.parametrize("verb", ["spin", "sleep 60"])
+def test_a_hanging_answer_times_out_and_the_rest_is_judged(pool, verb, tmp_path):
+    mark = tmp_path / "tries"
+    results = pool.map([*say(1, 2, 3), (verb, str(mark)), *say(4, 5, 6, 7)])
+    assert results[3] == Judged(None, "timeout")
+    assert [r.value for r in results[:3] + results[4:]] == [1, 2, 3, 4, 5, 6, 7]
+    tries = mark.read_text().splitlines()
+    assert len(tries) == len(set(tries)) == 2  # once more, in another process
+
+
+def test_hostile_answers_wait_side_by_side(pool, tmp_path):
+    """One in eight of 64: all of them are begun before the first of them is given up."""
+    mark = tmp_path / "tries"
+    items = [("sleep 60", str(mark)) if k % 8 == 0 else (f"say {k}", "") for k in range(64)]
+    statuses = [result.status for result in pool.map(items)]
+    assert statuses.count("timeout") == 8 and statuses.count("wrong") + statuses.count("right") == 56
+    assert len(set(mark.read_text().splitlines())) == 16
+
+
+@pytest.mark.parametrize("verb", ["die", "grow", "raise", "recurse", "nan"])
+def test_a_crash_is_tried_once_more(pool, verb, tmp_path):
+    mark = tmp_path / "tries"
+    results = pool.map([*say(1), (verb, str(mark)), *say(2)])
+    assert results[0].value == 1 and results[2].value == 2
+    assert results[1] == Judged(None, "crash")
+    assert len(mark.read_text().splitlines()) == 2
+
+
+def test_a_second_try_may_succeed(pool, tmp_path):
+    assert pool.map([("once", str(tmp_path / "tries"))]) == [Judged(1.0, "right")]
+
+
+def test_statuses_of_a_judge_are_kept(pool):
+    assert pool.map([("none", ""), *say(0, 0.5)]) == [
+        Judged(0.0, "no_answer"),
+        Judged(0.0, "wrong"),
+        Judged(0.5, "right"),
+    ]
+
+
+def test_workers_do_not_import_torch(pool):
+    assert pool.map([("torch", "")])[0].value == 0.0
+
+
+def test_what_a_judge_prints_is_not_our_output(pool, capfd):
+    assert pool.map([("print", "")])[0].value == 1.0
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", ["\ud800 lone surrogate", "\x00", "x" * (1 << 22), "πé漢"])
+def test_any_text_reaches_the_judge(text):
+    pool = WorkerPool("sample_judges:length", 1, 20.0, 0)
+    try:
+        assert pool.map([(text, "2")])[0].value == len(text) / 2
+    finally:
+        pool.close()
+
+
+def test_it_works_from_threads(pool):
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(pool.map, say(*range(10 * k, 10 * k + 10))) for k in range(8)]
+        for k, call in enumerate(calls):
+            assert [result.value for result in call.result()] == list(range(10 * k, 10 * k + 10))
+
+
+def test_it_outlives_the_thread_that_made_it():
+    pools = []
+    thread = threading.Thread(target=lambda: pools.append(WorkerPool(JUDGE, 1, 5.0, 0)))
+    thread.start()
+    thread.join()
+    pools[0].map(say(1))
+    time.sleep(0.2)
+    assert pools[0].map(say(1, 2)) == [Judged(1.0, "right"), Judged(2.0, "right")]
+    pools[0].close()
+
+
+def test_workers_are_reused_and_replaced(pool, monkeypatch):
+    first = {result.value for result in pool.map([("pid", "")] * 20)}
+    assert len(first) <= 2
+    monkeypatch.setattr(pool_module, "ANSWERS_PER_WORKER", 5)
+    assert len({result.value for result in pool.map([("pid", "")] * 40)}) >= 8
+
+
+def test_no_process_is_left_and_none_is_a_zombie(pool):
+    before = set(psutil.Process().children(recursive=True))
+    pool.map([("die", ""), ("spin", ""), ("raise", ""), *say(*range(50))])
+    children = psutil.Process().children(recursive=True)
+    assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert len(set(children) - before) <= 2  # the idle workers
+    pool.close()
+    assert not wait_for_end([child.pid for child in children])
+
+
+def test_a_killed_worker_and_a_killed_nursery_are_replaced(pool):
+    (worker,) = {int(result.value) for result in pool.map([("pid", "")])}
+    os.kill(worker, signal.SIGKILL)
+    assert pool.map(say(1))[0].value == 1
+    nursery = psutil.Process().children()[-1]
+    nursery.kill()
+    assert pool.map(say(1, 2, 3)) == [Judged(value, "right") for value in (1.0, 2.0, 3.0)]
+
+
+def test_a_closed_pool_says_so(pool):
+    pool.close()
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map(say(1))
+
+
+@pytest.mark.parametrize("judge", ["no_such_module:f", "sample_judges:no_such_function", "sample_judges:os"])
+def test_a_judge_that_cannot_be_loaded_is_one_clear_error(judge):
+    with pytest.raises(ValueError, match=f"cannot load '{judge}'"):
+        WorkerPool(judge, 1, 1.0, 0)
+
+
+ORPHANS = """
+import sys
+sys.path[:0] = {path!r}
+from d3s_megatron.rewards.pool import WorkerPool
+import threading, time
+pool = WorkerPool("sample_judges:obey", 2, 600.0, 0)
+pool.map([("pid", "")] * 4)
+threading.Thread(target=pool.map, args=([("spin", "")] * 3,), daemon=True).start()
+time.sleep(0.5)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nobody_outlives_the_trainer(ending):
+    script = ORPHANS.format(path=[str(ROOT), str(Path(__file__).parent)])
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert trainer.stdout is not None and trainer.stdout.readline() == b"ready\n"
+    family = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
+    assert len(family) >= 3  # the nursery and two spinning workers
+    trainer.send_signal(ending)
+    trainer.wait()
+    trainer.stdout.close()
+    assert not wait_for_end(family)
+
+
+def test_nan_is_never_a_value(pool):
+    assert not any(isinstance(r.value, float) and math.isnan(r.value) for r in pool.map([("nan", ""), *say(1)]))

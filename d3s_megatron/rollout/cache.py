@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -53,12 +52,12 @@ def _with_room(states: Tensor, room: int) -> Tensor:
     return buffer
 
 
-def new_cache(max_tokens: int) -> Cache:
-    """An empty cache for rows of at most `max_tokens` and any number of layers; it never drops a token.
+def new_cache(num_layers: int, max_tokens: int) -> Cache:
+    """An empty cache for rows of at most `max_tokens`; it never drops a token.
 
     A model with a sliding window gets the window from its attention mask alone.
     """
-    return Cache(layer_class_to_replicate=functools.partial(GrowingLayer, max_tokens))
+    return Cache(layers=[GrowingLayer(max_tokens) for _ in range(num_layers)])
 
 
 def select_rows(cache: Cache, rows: Tensor) -> None:

@@ -165,7 +165,7 @@ class TransformersEngine:
         rows = max(1, _PREFILL_TOKENS // width)
         logits, caches = [], []
         for part_ids, part_pads in zip(ids.split(rows), pads.split(rows), strict=True):
-            caches.append(new_cache(max_tokens))
+            caches.append(new_cache(self._model.config.num_hidden_layers, max_tokens))
             logits.append(self._forward(part_ids, 0, part_pads, bool(part_pads.any()), caches[-1]))
         return torch.cat(logits), join_rows(caches), pads
 

@@ -10,7 +10,7 @@ from d3s_megatron.rollout.cache import join_rows, new_cache, select_rows
 @given(st.lists(st.one_of(st.integers(1, 100), st.lists(st.integers(0, 1), min_size=2, max_size=3)), max_size=8))
 def test_growing_and_selecting_equal_concatenation(actions):
     generator = torch.Generator().manual_seed(0)
-    cache, keys, values = new_cache(max_tokens=1000), torch.empty(2, 1, 0, 2), torch.empty(2, 1, 0, 2)
+    cache, keys, values = new_cache(1, max_tokens=1000), torch.empty(2, 1, 0, 2), torch.empty(2, 1, 0, 2)
     for action in [3, *actions, 1]:
         if isinstance(action, list):
             rows = torch.tensor(action)
@@ -25,7 +25,7 @@ def test_growing_and_selecting_equal_concatenation(actions):
 
 
 def test_room_is_made_by_doubling_up_to_the_limit():
-    cache = new_cache(max_tokens=300)
+    cache = new_cache(1, max_tokens=300)
     rooms = []
     for _ in range(300):
         cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
@@ -34,7 +34,7 @@ def test_room_is_made_by_doubling_up_to_the_limit():
 
 
 def test_joined_rows_stand_in_order():
-    caches = [new_cache(max_tokens=9) for _ in range(2)]
+    caches = [new_cache(2, max_tokens=9) for _ in range(2)]
     states = torch.randn(2, 2, 3, 1, 4, 2)  # cache, layer, row, ...
     for cache, layers in zip(caches, states, strict=True):
         for index, layer in enumerate(layers):

@@ -1,7 +1,7 @@
 """The prompt order: whole epochs, each in its own order, and nothing to save."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3s_megatron.data import PromptOrder
@@ -17,6 +17,7 @@ def test_resume_goes_on_where_the_run_stopped():
     assert first != second
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(-(2**63), 2**64), st.integers(0, 3))
 def test_every_prompt_once_an_epoch(num_prompts, batch_size, seed, epoch):
     order = PromptOrder(num_prompts, batch_size, seed)

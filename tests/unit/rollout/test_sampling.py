@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3s_megatron.rollout import RolloutConfig, Sampling, make_requests
@@ -65,6 +65,7 @@ def test_greedy():
     torch.testing.assert_close(log_probs, LOGITS.log_softmax(-1)[ids])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.integers(0, 10**6))
 def test_uniforms_are_in_range_and_belong_to_their_row(seeds, position):
     values = uniforms(torch.tensor(seeds), position)
@@ -73,6 +74,7 @@ def test_uniforms_are_in_range_and_belong_to_their_row(seeds, position):
         assert uniforms(torch.tensor([seed]), position)[0] == values[i]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-30, 30), min_size=1, max_size=40), st.integers(0, 2**62))
 def test_a_draw_is_always_a_possible_token(logits, seed):
     logits = torch.tensor([[-torch.inf, *logits, -torch.inf]])

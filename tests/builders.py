@@ -75,3 +75,12 @@ def random_samples(num: int, seed: int = 0, vocab_size: int = 12, longest: int =
             )
         )
     return samples
+
+
+def addition_file(path: Path, num: int = 12) -> Path:
+    """Writes `num` one-digit additions as JSON lines; returns the path."""
+    import json
+
+    rows = [{"id": f"add-{i}", "problem": f"{i % 7}+{i % 5}=", "answer": str(i % 7 + i % 5)} for i in range(num)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

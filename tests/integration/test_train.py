@@ -1,0 +1,168 @@
+"""The real command on tiny models: what it logs and writes, and that the recipes agree where they must."""
+
+import json
+import math
+
+import pytest
+import torch
+from builders import addition_file, tiny_model
+from helpers import run_python
+from safetensors.torch import load_file
+
+STEPS, PROMPTS, GROUP = 3, 4, 4
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
+
+
+def train(inputs, out, *extra, num_processes=1):
+    """Runs the command; returns (finished process, log rows)."""
+    model, data = inputs
+    settings = {
+        "model.path": model,
+        "data.train_path": data,
+        "data.eval_path": data,
+        "data.prompt_template": "raw",
+        "data.max_prompt_tokens": 16,
+        "rollout.max_new_tokens": 6,
+        "rewards.kind": "reward_functions:even_length",
+        "rewards.num_workers": 1,
+        "algorithm.samples_per_prompt": GROUP,
+        "algorithm.kept_per_prompt_init": 2,
+        "algorithm.kept_per_prompt_final": GROUP,
+        "optimizer.lr": 1e-3,
+        "train.steps": STEPS,
+        "train.prompts_per_step": PROMPTS,
+        "train.eval_samples": 2,
+        "train.output_dir": out,
+    }
+    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    done = run_python(["-m", "d3s_megatron.train", *flags, *extra], num_processes)
+    log = out / "log.jsonl"
+    return done, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def steps_of(rows):
+    return [row for row in rows if "reward" in row]
+
+
+@pytest.fixture(scope="module")
+def run_tp2(inputs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tp2")
+    done, rows = train(inputs, out / "run", "--actor.tensor_model_parallel_size", "2", num_processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done, rows, out / "run"
+
+
+def test_every_step_logs_what_was_selected_and_what_it_cost(run_tp2):
+    _, rows, _ = run_tp2
+    steps = steps_of(rows)
+    assert [row["N"] for row in steps] == [2, 3, 4]
+    assert [row["rho"] for row in steps] == pytest.approx([0.1, 0.25, 0.4])
+    for row in steps:
+        assert row["num_kept"] == row["N"] * PROMPTS and row["num_rollouts"] == PROMPTS * GROUP
+        assert row["num_kept_tokens"] == math.ceil(row["rho"] * row["num_scored_tokens"] - 1e-9)
+        for name in (
+            *("sur", "kept_share", "advantage_variance_all", "advantage_variance_kept", "effective_samples"),
+            *("sign_balance", "clip_fraction", "kl", "entropy", "entropy_kept", "grad_norm", "loss"),
+            *("time/rollout", "time/reward", "time/score", "time/update", "time/sync", "rewards/right"),
+        ):
+            assert name in row, name
+    # By the schedule the last steps keep everything, so the mean over groups of their variance is that of all.
+    assert steps[-1]["advantage_variance_kept"] == pytest.approx(steps[-1]["advantage_variance_all"])
+
+
+def test_trainer_and_engine_agree_on_log_probs_before_and_after_updates(run_tp2):
+    for row in steps_of(run_tp2[1]):
+        assert row["mismatch_max"] < 1e-4
+
+
+def test_the_run_folder_holds_what_the_summary_names(run_tp2):
+    from d3s_megatron.config import parse_config
+
+    done, rows, out = run_tp2
+    summary = json.loads((out / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "train_seconds", "tokens_generated", "tokens_trained"} <= set(summary)
+    assert summary["tokens_trained"] == sum(row["num_kept_tokens"] for row in steps_of(rows))
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").glob("events*"))
+    config = parse_config([str(out / "config.yaml")])
+    assert config.train.steps == STEPS and config.actor.tensor_model_parallel_size == 2
+    for name in ("log.jsonl", "plot.png", "export", "summary.json"):
+        assert str(out / name) in done.stdout
+    assert "Warning" not in done.stderr, done.stderr
+
+
+def test_the_exported_folder_is_an_ordinary_hugging_face_model(run_tp2, inputs):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = run_tp2[2] / "export"
+    model, before = AutoModelForCausalLM.from_pretrained(out), load_file(inputs[0] / "model.safetensors")
+    after = load_file(out / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(after[name].shape == before[name].shape for name in before)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    ids = AutoTokenizer.from_pretrained(out)("1+2=", return_tensors="pt")["input_ids"]
+    assert model.generate(input_ids=ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+def test_keeping_everything_is_grpo_bit_for_bit_and_a_run_repeats_itself(inputs, tmp_path):
+    everything = [
+        *("--algorithm.kept_per_prompt_init", GROUP, "--algorithm.token_share_init", "1.0"),
+        *("--algorithm.token_share_final", "1.0"),
+    ]
+    folders = {}
+    for name, recipe in (("grpo", "grpo"), ("d3s", "d3s"), ("again", "d3s")):
+        done, rows = train(inputs, tmp_path / name, "--algorithm.name", recipe, *everything)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights = load_file(tmp_path / name / "export" / "model.safetensors")
+        folders[name] = weights, [(row["loss"], row["grad_norm"]) for row in steps_of(rows)]
+    for name in ("d3s", "again"):
+        assert folders[name][1] == folders["grpo"][1]
+        for key, tensor in folders["grpo"][0].items():
+            assert torch.equal(folders[name][0][key], tensor), key
+
+
+def test_a_step_whose_rewards_are_all_equal_is_skipped_and_said(inputs, tmp_path):
+    """Fault D19."""
+    done, rows = train(
+        inputs, tmp_path / "run", "--rewards.kind", "reward_functions:never", "--algorithm.kl_beta", "0"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["num_updates"] for row in steps_of(rows)] == [0] * STEPS
+    assert done.stdout.count("no update") == STEPS
+    before, after = (load_file(f / "model.safetensors") for f in (inputs[0], tmp_path / "run" / "export"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_rollout_without_a_verdict_leaves_its_group_and_is_counted(inputs, tmp_path):
+    """Fault D05."""
+    done, rows = train(inputs, tmp_path / "run", "--rewards.kind", "reward_functions:breaks_on_odd")
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = steps_of(rows)
+    assert sum(row["num_without_verdict"] for row in steps) > 0
+    for row in steps:
+        assert row["num_without_verdict"] == row["rewards/crash"]
+        assert row["num_kept"] <= row["num_rollouts"] - row["num_without_verdict"]
+        assert row["loss"] is None or math.isfinite(row["loss"])
+
+
+@pytest.mark.parametrize("recipe", ["gspo", "pods", "d1s", "d1s-c", "d2s", "d3s-i", "gspo+d3s"])
+def test_every_recipe_trains(recipe, inputs, tmp_path):
+    done, rows = train(inputs, tmp_path / "run", "--algorithm.name", recipe, "--train.steps", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(row["num_updates"] == 1 and row["grad_norm"] > 0 for row in steps_of(rows))
+
+
+def test_minibatches_epochs_and_current_entropy(inputs, tmp_path):
+    done, rows = train(
+        inputs,
+        tmp_path / "run",
+        *("--algorithm.num_minibatches", "2", "--algorithm.num_epochs", "2", "--algorithm.token_entropy", "current"),
+        *("--algorithm.kl_tokens", "all", "--algorithm.dual_clip", "3.0", "--algorithm.loss_normalization", "dr_grpo"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["num_updates"] for row in steps_of(rows)] == [4] * STEPS

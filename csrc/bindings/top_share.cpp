@@ -52,10 +52,10 @@ void bind_top_share(py::module_& m) {
         if (threads < 1) refuse("threads", std::to_string(threads), "pass 1 or more");
         return new Selector(scores, uid, position, t.size(0), threads);
       }))
-      .def("sample", [](Selector& s, int64_t size, const py::object& out) {
+      .def("sample", [](Selector& s, const py::object& out) {
         int64_t* counts = read_vector<int64_t>(out, "out", "int64", BINS);
         py::gil_scoped_release release;
-        s.top.sample(size, counts);
+        s.top.sample(counts);
       })
       .def("refine", [](Selector& s, uint32_t low, uint32_t high, const py::object& out) {
         int64_t* counts = read_vector<int64_t>(out, "out", "int64", 2 * BINS);
@@ -80,7 +80,11 @@ void bind_top_share(py::module_& m) {
       .def("look_at_keys", [](Selector& s) { s.top.look_at_keys(); })
       .def("look_at_uids", [](Selector& s, int64_t key) { s.top.look_at_uids(key); })
       .def("look_at_positions", [](Selector& s, int64_t uid) { s.top.look_at_positions(uid); })
-      .def("narrow", [](Selector& s, int64_t first, int64_t last) { s.top.narrow(first, last); })
+      .def("narrow", [](Selector& s, int64_t first, int64_t last) {
+        s.need_split();
+        py::gil_scoped_release release;
+        s.top.narrow(first, last);
+      })
       .def("ends", [](Selector& s, const py::object& out) {
         int64_t* ends = read_vector<int64_t>(out, "out", "int64", 2);
         s.need_split();

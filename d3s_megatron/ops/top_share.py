@@ -112,14 +112,20 @@ class Undecided(Protocol):
         """Keep the values from first to last."""
 
 
-def nth_of_all(values: Undecided, nth: int, total: int, reduce: Reduce) -> tuple[int, int, int]:
+def nth_of_all(
+    values: Undecided, nth: int, total: int, reduce: Reduce, ends: tuple[int, int] | None = None
+) -> tuple[int, int, int]:
     """The nth smallest (from 1) of all ranks' `total` values; its rank among its equals; how many equals it has.
 
-    Rounds of 16 bytes for the ends and 16 KB for a histogram; the ends skip the bits that all values share.
+    Rounds of 16 bytes for the ends and 16 KB for a histogram; the ends skip the bits that all values share. `ends`
+    are bounds that every rank already knows.
     """
     while True:
-        low, high = reduce(values.ends(), "max").tolist()
-        low = -1 - low
+        if ends is None:
+            low, high = reduce(values.ends(), "max").tolist()
+            low = -1 - low
+        else:
+            (low, high), ends = ends, None
         if low == high:
             return low, nth, total
         shift = max(0, (high - low).bit_length() - DIGIT)
@@ -213,7 +219,7 @@ def fast_select(
     mask = torch.empty(len(scores), dtype=torch.bool) if want_mask else None
     found = torch.zeros(1 + SAMPLE_BINS, dtype=torch.int64)
     found[0] = len(scores)
-    top.sample(SAMPLE_SIZE, found[1:])
+    top.sample(found[1:])
     reduce(found, "sum")
     n, k = int(found[0]), num_top(rho, int(found[0]))
     if n == 0:
@@ -229,10 +235,10 @@ def fast_select(
     if not above < k <= above + inside:
         counts.zero_()
         top.split(LEAST_KEY, LARGEST_KEY, mask, counts)
-        above, inside = 0, n
+        above, inside, low, high = 0, n, LEAST_KEY, LARGEST_KEY
     values = CompiledValues(top)
     top.look_at_keys()
-    key, ties_kept, num_ties = nth_of_all(values, k - above, inside, reduce)
+    key, ties_kept, num_ties = nth_of_all(values, k - above, inside, reduce, (~high, ~low))
     key = ~key
     tie_uid = tie_position = LAST
     if ties_kept < num_ties:

@@ -41,27 +41,36 @@ constexpr uint32_t LEAST_KEY = 0x00800000u, LARGEST_KEY = 0xff7fffffu;  // of -F
 
 class TopShare {
  public:
-  static constexpr int64_t SEGMENT = int64_t{1} << 21;  // scores a task takes: 8 MB, offsets fit 32 bits
-  static constexpr int64_t SLACK = 64;                  // split() stores whole vectors
-  static constexpr int FIRST_BITS = 11;                 // digits of the sample's two histograms
+  static constexpr int FIRST_BITS = 11;  // digits of the sample's two histograms
 
   TopShare(const float* scores, const int64_t* uid, const int64_t* position, int64_t n, int num_threads)
       : x_(scores), uid_(uid), position_(position), n_(n), threads_(num_threads) {}
 
-  // counts[0..2048) += weight for the leading 11 bits of a sample of at most `size` scores; weight * sample ~ 256 n.
-  void sample(int64_t size, int64_t* counts) {
-    sample_.clear();
-    const int64_t num = std::min(n_, size);
+  // counts[0..2048) += weight for the leading 11 bits of a sample of at most 2^16 scores; weight * sample ~ 256 n.
+  void sample(int64_t* counts) {
+    constexpr int64_t SIZE = int64_t{1} << 16;
+    const bool whole = n_ <= SIZE;
+    const int64_t num = whole ? n_ : SIZE;
+    sample_.resize(num);
     weight_ = num ? n_ * 256 / num : 0;
     uint64_t state = 0x9E3779B97F4A7C15u;
-    for (int64_t i = 0; i < num; i++) {
-      // one score of every stretch, at a hashed place in it: a stride alone could beat with the layout of the batch
-      const int64_t from = stretch(i, num), width = stretch(i + 1, num) - from;
-      state ^= state << 13;
-      state ^= state >> 7;
-      state ^= state << 17;
-      sample_.push_back(key_of(x_[from + static_cast<int64_t>((state >> 20) % static_cast<uint64_t>(width))]));
-      counts[sample_.back() >> (32 - FIRST_BITS)] += weight_;
+    for (int64_t start = 0, end; start < num; start = end) {
+      // One score of every stretch, at a random place in it: a stride alone could beat with the layout of the batch.
+      // Places first, loads after: the loads miss every cache, and this way many of them are in flight.
+      int64_t places[64];
+      end = std::min(num, start + 64);
+      for (int64_t i = start; i < end; i++) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        const uint64_t at = static_cast<uint64_t>(i) << 32 | (state >> 32);  // of 2^48
+        places[i - start] = whole ? i : scaled(at, n_);
+        __builtin_prefetch(x_ + places[i - start]);
+      }
+      for (int64_t i = start; i < end; i++) {
+        sample_[i] = key_of(x_[places[i - start]]);
+        counts[sample_[i] >> (32 - FIRST_BITS)] += weight_;
+      }
     }
   }
 
@@ -76,22 +85,25 @@ class TopShare {
   }
 
   // Sets the bracket of keys [low, high]. out = scores above it, scores in it, 1 where a score is not finite.
-  // mask may be null. With everything in the bracket nothing is read twice: lists are given up at once.
+  // mask may be null; else it holds the answer for scores outside the bracket.
   void split(uint32_t low, uint32_t high, uint8_t* mask, int64_t* out) {
     low_ = low;
     high_ = high;
-    const int64_t num = (n_ + SEGMENT - 1) / SEGMENT;
-    const int64_t capacity = n_ <= (1 << 17) ? n_ + SLACK : std::min(n_, SEGMENT) / 16 + SLACK;
+    // Parts end where the mask's large pages do: two threads that meet in a page would both pay for zeroing it.
+    const int64_t first = std::min(n_, mask ? PART - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mask) % PART) : PART);
     parts_.clear();
-    parts_.resize(num);
-    parallel_for(n_ < (1 << 18) ? 1 : threads_, num, [&](int64_t p) {
+    parts_.resize(n_ ? 1 + (n_ - first + PART - 1) / PART : 0);
+    parallel_for(n_ < (1 << 18) ? 1 : threads_, static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       Part& part = parts_[p];
-      const int64_t start = p * SEGMENT, size = std::min(SEGMENT, n_ - start);
+      part.start = p ? first + (p - 1) * PART : 0;
+      part.size = p ? std::min(PART, n_ - part.start) : first;
+      const int64_t capacity = (part.size <= (1 << 17) ? part.size : part.size / 16) + SLACK;
       part.offsets.reset(static_cast<uint32_t*>(std::malloc(capacity * sizeof(uint32_t))));
       part.values.reset(static_cast<float*>(std::malloc(capacity * sizeof(float))));
       const bool room = part.offsets && part.values;
-      part.counts = kernels().split(x_ + start, size, score_of(low), score_of(high), mask ? mask + start : nullptr,
-                                    part.offsets.get(), part.values.get(), room ? capacity : 0);
+      part.counts = kernels().split(x_ + part.start, part.size, score_of(low), score_of(high),
+                                    mask ? mask + part.start : nullptr, part.offsets.get(), part.values.get(),
+                                    room ? capacity : 0);
       if (!part.counts.complete) part.drop_lists();
     });
     out[0] = out[1] = out[2] = 0;
@@ -101,6 +113,7 @@ class TopShare {
       out[2] |= part.counts.broken;
     }
     level_ = 0;
+    pooled_ = false;
   }
 
   void count_broken(int64_t* out) const {
@@ -123,9 +136,31 @@ class TopShare {
   }
 
   // Only values from first to last stay undecided. Keys are negated (~key): ascending is from the highest score.
+  // Few survive a round: they are then pooled, and later rounds do not pass over the lists again.
   void narrow(int64_t first, int64_t last) {
+    std::vector<int64_t> kept;
     first_ = first;
     last_ = last;
+    if (pooled_) {
+      for (int64_t v : pool_)
+        if (v >= first && v <= last) kept.push_back(v);
+      pool_.swap(kept);
+      return;
+    }
+    std::mutex mutex;
+    bool small = true;
+    each_part([&](int64_t p) {
+      std::vector<int64_t> here;
+      bool fits = true;
+      each_value(p, [&](int64_t v) {
+        if (static_cast<int64_t>(here.size()) < POOL) here.push_back(v); else fits = false;
+      });
+      std::lock_guard<std::mutex> lock(mutex);
+      small &= fits;
+      if (small) kept.insert(kept.end(), here.begin(), here.end());
+    });
+    pooled_ = small;
+    if (small) pool_.swap(kept);
   }
 
   // ends = [-1 - smallest, largest] of the undecided values; INT64_MIN twice where there are none.
@@ -171,25 +206,29 @@ class TopShare {
       if (k != border) return k > border;
       return tie_uid == INT64_MAX || uid_[i] < tie_uid || (uid_[i] == tie_uid && position_[i] <= tie_position);
     };
-    each_part([&](int64_t p) {
+    parallel_for(threads_for_lists(), static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       const Part& part = parts_[p];
-      const int64_t start = p * SEGMENT;
       if (part.counts.complete) {
         for (int64_t j = 0; j < part.counts.inside; j++) {
-          const int64_t i = start + part.offsets[j];
+          const int64_t i = part.start + part.offsets[j];
           mask[i] = kept(i, key_of(part.values[j]));
         }
       } else {
-        for (int64_t i = start; i < std::min(n_, start + SEGMENT); i++) mask[i] = kept(i, key_of(x_[i]));
+        for (int64_t i = part.start; i < part.start + part.size; i++) mask[i] = kept(i, key_of(x_[i]));
       }
     });
   }
 
  private:
+  static constexpr int64_t PART = int64_t{1} << 21;  // scores a task takes: 8 MB of them, 2 MB of mask; offsets fit 32 bits
+  static constexpr int64_t SLACK = 64;               // split() stores whole vectors
+  static constexpr int64_t POOL = int64_t{1} << 14;  // survivors of a part that are worth keeping
+
   struct Free {
     void operator()(void* p) const { std::free(p); }
   };
   struct Part {
+    int64_t start = 0, size = 0;
     SplitCounts counts{};
     std::unique_ptr<uint32_t[], Free> offsets;
     std::unique_ptr<float[], Free> values;
@@ -199,45 +238,63 @@ class TopShare {
     }
   };
 
-  int64_t stretch(int64_t i, int64_t num) const { return n_ / num * i + n_ % num * i / num; }
+  static int64_t scaled(uint64_t of_2_48, int64_t n) {
+    return static_cast<int64_t>(static_cast<unsigned __int128>(of_2_48) * static_cast<uint64_t>(n) >> 48);
+  }
 
   void set_level(int level, int64_t first, int64_t last) {
     level_ = level;
     first_ = first;
     last_ = last;
+    pooled_ = false;
+  }
+
+  int threads_for_lists() const {
+    int64_t work = 0;
+    for (const Part& part : parts_) work += part.counts.complete ? part.counts.inside : part.size;
+    return work < (1 << 18) ? 1 : threads_;
   }
 
   template <class Body>
   void each_part(const Body& body) const {
-    int64_t work = 0;
-    for (const Part& part : parts_) work += part.counts.complete ? part.counts.inside : SEGMENT;
-    parallel_for(work < (1 << 18) ? 1 : threads_, static_cast<int64_t>(parts_.size()), body);
+    if (pooled_)
+      body(0);
+    else
+      parallel_for(threads_for_lists(), static_cast<int64_t>(parts_.size()), body);
   }
 
   // Calls body(value) for every undecided value of a part.
   template <class Body>
   void each_value(int64_t p, const Body& body) const {
+    if (pooled_) {
+      for (int64_t v : pool_) body(v);
+      return;
+    }
     const Part& part = parts_[p];
-    const int64_t start = p * SEGMENT;
-    if (part.counts.complete) {
-      for (int64_t j = 0; j < part.counts.inside; j++) visit(start + part.offsets[j], part.values[j], body);
-    } else {
-      for (int64_t i = start; i < std::min(n_, start + SEGMENT); i++) visit(i, x_[i], body);
-    }
-  }
-
-  template <class Body>
-  void visit(int64_t i, float score, const Body& body) const {
-    int64_t v = ~static_cast<int64_t>(key_of(score));
-    if (level_ > 0) {
-      if (v != ~static_cast<int64_t>(key_)) return;
-      v = uid_[i];
-      if (level_ > 1) {
-        if (v != tie_uid_) return;
-        v = position_[i];
+    // One comparison, rarely true; two would each be a coin toss for the branch predictor.
+    const uint64_t first = static_cast<uint64_t>(first_), width = static_cast<uint64_t>(last_) - first;
+    auto in_range = [&](int64_t v) { return static_cast<uint64_t>(v) - first <= width; };
+    auto every_score = [&](const auto& visit) {
+      if (part.counts.complete) {
+        for (int64_t j = 0; j < part.counts.inside; j++) visit(part.start + part.offsets[j], part.values[j]);
+      } else {
+        for (int64_t i = part.start; i < part.start + part.size; i++) visit(i, x_[i]);
       }
+    };
+    if (level_ == 0) {
+      every_score([&](int64_t, float x) {
+        const int64_t v = ~static_cast<int64_t>(key_of(x));
+        if (in_range(v)) body(v);
+      });
+      return;
     }
-    if (v >= first_ && v <= last_) body(v);
+    const float border = score_of(key_);
+    every_score([&](int64_t i, float x) {
+      if (x != border) return;
+      if (level_ > 1 && uid_[i] != tie_uid_) return;
+      const int64_t v = level_ == 1 ? uid_[i] : position_[i];
+      if (in_range(v)) body(v);
+    });
   }
 
   const float* x_;
@@ -249,6 +306,8 @@ class TopShare {
   std::vector<Part> parts_;
   uint32_t low_ = LEAST_KEY, high_ = LARGEST_KEY, key_ = 0;
   int level_ = 0;
+  bool pooled_ = false;  // the undecided are in pool_, not in the lists
+  std::vector<int64_t> pool_;
   int64_t first_ = INT64_MIN, last_ = INT64_MAX, tie_uid_ = 0;
 };
 

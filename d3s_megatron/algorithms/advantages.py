@@ -28,9 +28,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, kept: Tensor, normalize
     if not kept.any():
         return out
     _, group = group_ids[kept].unique(return_inverse=True)  # [n]
-    values, order = rewards[kept].to(torch.float64).sort(stable=True)
-    by_group = group[order].argsort(stable=True)
-    values, order = values[by_group], order[by_group]  # group by group, ascending: no sum depends on the rows' order
+    values, order = rewards[kept].to(torch.float64).sort(stable=True)  # so that no sum depends on the rows' order
     group = group[order]
     num_groups = int(group.max()) + 1
 

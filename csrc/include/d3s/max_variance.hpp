@@ -304,7 +304,9 @@ inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m
     return;
   }
   Split split;
-  if (n < SORT_BELOW) {
+  if (m == 1) {  // one value has no variance, whichever it is: all splits are tied, and the rule takes the highest
+    split = {1, *std::max_element(x, x + n), -HUGE_VAL};
+  } else if (n < SORT_BELOW) {
     split = split_by_sorting(x, n, m);
   } else {
     const Range range = range_and_mean(x, n);

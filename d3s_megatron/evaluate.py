@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ GatherRows = Callable[[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the problems; `pass_at[1]` is the accuracy (avg@n)."""
+    """Means over the problems; the unbiased `pass_at[1]` is the accuracy (avg@n)."""
 
     num_problems: int
     num_samples: int
@@ -49,6 +50,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def pass_at_first_k(solved: Sequence[bool], k: int) -> float:
+    """1 where any of the first k samples is correct, else 0: the other reading of pass@k (method 4, row 25)."""
+    return float(any(solved[:k]))
+
+
 def rank_share(num: int, rank: int, world_size: int) -> range:
     """The slots of one rank, contiguous; sizes differ by at most one."""
     return range(num * rank // world_size, num * (rank + 1) // world_size)
@@ -63,8 +69,12 @@ def evaluate_policy(
     seed: int,
     share: range,
     gather: GatherRows,
+    pass_kind: Literal["unbiased", "first"] = "unbiased",
 ) -> Evaluation:
-    """Samples `num_samples` answers a prompt and judges them; a collective, each rank does its `share` of prompts."""
+    """Samples `num_samples` answers a prompt and judges them; a collective, each rank does its `share` of prompts.
+
+    `pass_kind` "first" takes pass@k over the first k samples of a prompt only; pass@1 is then no longer avg@n.
+    """
     mine = [prompts[i] for i in share]
     requests = make_requests(mine, num_samples, seed, EVAL_STEP, first_group=share.start)
     rollouts = engine.generate(requests, sampling) if requests else []
@@ -77,13 +87,15 @@ def evaluate_policy(
         dtype=torch.float64,
     )
     table = torch.cat(gather(rows.flatten())).view(-1, 4)  # [prompts * num_samples, 4]
-    correct = table[:, 0].view(len(prompts), num_samples).sum(1).int().tolist()
+    solved = table[:, 0].view(len(prompts), num_samples).bool().tolist()
+
+    def pass_at(row: list[bool], k: int) -> float:
+        return pass_at_first_k(row, k) if pass_kind == "first" else pass_at_k(num_samples, sum(row), k)
+
     return Evaluation(
         num_problems=len(prompts),
         num_samples=num_samples,
-        pass_at={
-            k: sum(pass_at_k(num_samples, c, k) for c in correct) / len(correct) for k in PASS_AT if k <= num_samples
-        },
+        pass_at={k: sum(pass_at(row, k) for row in solved) / len(solved) for k in PASS_AT if k <= num_samples},
         response_length=float(table[:, 1].mean()),
         cut_share=float(table[:, 2].mean()),
         num_without_verdict=int(table[:, 3].sum()),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3s_megatron.evaluate import evaluate_policy, pass_at_k, rank_share
+from d3s_megatron.evaluate import evaluate_policy, pass_at_first_k, pass_at_k, rank_share
 from d3s_megatron.rewards import Reward
 from d3s_megatron.rollout import Sampling
 from d3s_megatron.types import Prompt, Rollout, Verdict
@@ -70,12 +70,12 @@ ANSWERS = [["r", "w", "w", "r~"], ["w", "?", "w", "w"], ["r", "r", "r", "?xx"]]
 PROMPTS = [Prompt(str(i), "", (1,), "r") for i in range(3)]
 
 
-def evaluate(world_size):
+def evaluate(world_size, **options):
     """Every rank's share in turn, then the evaluation over the joined rows."""
 
     def share(rank, gather):
         return evaluate_policy(
-            Table(ANSWERS), Letter(), PROMPTS, 4, Sampling(), 0, rank_share(3, rank, world_size), gather
+            Table(ANSWERS), Letter(), PROMPTS, 4, Sampling(), 0, rank_share(3, rank, world_size), gather, **options
         )
 
     class Rows(Exception):
@@ -101,3 +101,9 @@ def test_evaluation_over_ranks(world_size):
     assert result.response_length == pytest.approx(15 / 12)
     assert result.cut_share == pytest.approx(1 / 12)
     assert result.as_row()["eval/pass@2"] == result.pass_at[2]
+
+
+def test_pass_at_the_first_k():
+    """Right at once, never, at once; sums are over the first k answers of a problem only."""
+    assert evaluate(2, pass_kind="first").pass_at == pytest.approx({1: 2 / 3, 2: 2 / 3, 4: 2 / 3})
+    assert [pass_at_first_k([False, False, True], k) for k in (1, 2, 3)] == [0, 0, 1]

@@ -174,6 +174,12 @@ def test_a_pool_that_is_too_small_is_kept_whole(scope):
     assert kept_uids(credit([[NAN, NAN], [NAN]], 2, scope)) == []
 
 
+def test_the_budget_counts_every_prompt_of_the_batch():
+    """N x prompts, also where a prompt has no verdict at all."""
+    assert len(kept_uids(credit([[NAN] * 4, success(2, 6), success(3, 6)], 2))) == 6
+    assert len(kept_uids(credit([[NAN] * 4, success(2, 6), success(3, 6)], 2, "group"))) == 4
+
+
 def test_exactly_n_filled_with_zero_advantages():
     groups = (success(1, 4), success(4, 4), success(0, 4))  # four rollouts with a signal, eight without
     batch = credit(groups, 2)

@@ -29,12 +29,12 @@ class StepTensors:
             parts = [value(i)[self.scored[i]] for i in row.samples]
             return torch.cat(parts).to(device) if parts else torch.zeros(0, device=device)
 
-        refs = [score.ref_log_probs for score in self.scores]
-        has_ref = bool(refs) and refs[0] is not None
+        refs = [score.ref_log_probs for score in self.scores if score.ref_log_probs is not None]
+        assert len(refs) in (0, len(self.scores)), "a reference is scored for all samples or for none"
         return LossBatch(
             old_log_probs=lay_out(lambda i: self.scores[i].old_log_probs),
             rollout_log_probs=lay_out(lambda i: torch.tensor(self.samples[i].rollout_log_probs)),
-            ref_log_probs=lay_out(lambda i: refs[i]) if has_ref else None,
+            ref_log_probs=lay_out(lambda i: refs[i]) if refs else None,
             advantages=lay_out(lambda i: torch.full((len(self.keep[i]),), self.samples[i].advantage)),
             keep=lay_out(lambda i: self.keep[i]).bool(),
             weights=lay_out(lambda i: self.weights[i]),

@@ -24,12 +24,17 @@ from d3s_megatron.types import Experience
 class CreditStep(Protocol):
     """One step of a recipe; `needs` and `gives` name what must have run before and what is there after."""
 
-    gives: str
-
     @property
     def needs(self) -> frozenset[str]: ...
 
+    @property
+    def gives(self) -> str: ...
+
     def __call__(self, experience: Experience, num_kept: int) -> Experience: ...
+
+
+Build = Callable[[AlgorithmConfig], tuple[CreditStep, ...]]
+Ratio = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Recipe:
     name: str
     credit: tuple[CreditStep, ...]
     tokens: AllTokens | TopShare
-    ratio: Literal["token", "sequence"]
+    ratio: Ratio
     schedule: str
 
     def __post_init__(self) -> None:
@@ -76,9 +81,6 @@ class Recipe:
         return experience
 
 
-Build = Callable[[AlgorithmConfig], tuple[CreditStep, ...]]
-
-
 def _advantages(config: AlgorithmConfig) -> GroupAdvantages:
     return GroupAdvantages(config.normalize_std)
 
@@ -100,7 +102,7 @@ def _whole_batch(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
 
 
 #                 credit        tokens       ratio       schedule
-RECIPES = {
+RECIPES: dict[str, tuple[Build, AllTokens | TopShare, Ratio, str]] = {
     "grpo":  (_plain,       AllTokens(), "token",    "constant"),
     "gspo":  (_plain,       AllTokens(), "sequence", "constant"),
     "pods":  (_pods,        AllTokens(), "token",    "constant"),

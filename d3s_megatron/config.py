@@ -134,7 +134,7 @@ def parse_config(argv: Sequence[str]) -> RunConfig:
     parsed = parser.parse_args(args)
     parsed.pop("config", None)
     try:
-        return RunConfig(**vars(parser.instantiate_classes(parsed)))
+        return RunConfig(**vars(parser.instantiate(parsed)))
     except ValueError as wrong:
         fail(str(wrong))
 

@@ -26,7 +26,15 @@ _TRANSLATION = str.maketrans(_CHARACTERS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
+# "..., k \\in \\mathbb{Z}" behind an answer says what its letter stands for
+_DOMAIN = re.compile(
+    r"(?<=\S)(?:,|\\text\{\s*(?:where|for|with)\s*\}|\\q?quad|\s){1,8}[a-z]\s*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?[\s.$]*$"
+)
+_REALS = re.compile(r"\\mathbb\s*\{?R\}?|\\R(?![a-zA-Z])|^\s*\\text\{\s*all reals?(?: numbers)?\s*\}\s*$")
 _RULES: list[tuple[re.Pattern[str], Any]] = [
+    (_DOMAIN, ""),
+    (_REALS, r"(-\\infty,\\infty)"),
+    (re.compile(r"^\s*(?:=|\\approx|\\simeq|\\sim)(?![a-zA-Z])\s*"), ""),
     (re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+"), lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}"),
     (re.compile(r"[₀₁₂₃₄₅₆₇₈₉]+"), lambda m: "_{" + m.group().translate(_SUBSCRIPTS) + "}"),
     (re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])"), r"\\sqrt{\1}"),
@@ -37,13 +45,15 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\{)\d{1,3}(?:,\d{3})+(?=\})"), lambda m: m.group().replace(",", "")),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # the decimal comma as TeX users write it
     (re.compile(r"\\(?:left|right|bigl|bigr|Bigl|Bigr|biggl|biggr|big|Big|bigg|Bigg)(?![a-zA-Z])\.?"), ""),
-    (re.compile(r"\\(?:displaystyle|textstyle|limits|boldsymbol|mathbf|mathbb(?!\{R\})|mathit|phantom\{[^{}]*\})"), ""),
+    (re.compile(r"\\(?:displaystyle|textstyle|limits|boldsymbol|mathbf|mathbb|mathit|phantom\{[^{}]*\})"), ""),
     (re.compile(r"(?<!\\)\\(?:[,;:!> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|hspace\{[^{}]*\})|~|\s+"), " "),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![a-zA-Z])"), r"\\binom"),
     (re.compile(r"\\(?:mathrm|textrm|textbf|textit|textnormal|textsf|mbox|hbox|operatorname\*?|rm)\s*\{"), r"\\text{"),
     (re.compile(r"\\text\s+\{"), r"\\text{"),
     (re.compile(r"\\(?:boxed|fbox)\s*\{"), "{"),
+    (re.compile(r"(?<=\\text\{)[^{}]*\^\{-?\d\}[^{}]*(?=\})"), lambda m: re.sub(r"\^\{(-?\d)\}", r"^\1", m.group())),
+    (re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\text\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"), ""),
     (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}"), r"\\text{\1/\2}"),
     (re.compile(r"^\s*\\text\{[^{}]*(?:\bis|\bare|[:=])\s*\}(?=.*\S)"), ""),
     (re.compile(r"^\s*\\text\{(\s*(?:\\\$)?[-+(.]?\s*\d[^{}]*)\}\s*$"), r"\1"),
@@ -83,7 +93,6 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
 ]  # fmt: skip
 
 _MOST_GROUPS = 8  # pairs of braces around the whole text that are worth taking off
-_TRAILING = re.compile(r"(?:\s|[.,;:]|(?<!\\)\\\\)+$")
 _BRACED_ATOM = re.compile(r"(?<=[\^_])\{([a-zA-Z0-9])\}")
 
 
@@ -96,11 +105,11 @@ def clean(text: str) -> str:
         text = re.sub(r"\\\\(?=[a-zA-Z]{2})", r"\\", text)  # \\\\frac: a backslash escaped twice
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    text = _TRAILING.sub("", text.strip())
+    text = _without_trailing_marks(text)
     for _ in range(_MOST_GROUPS):
         if (inner := _whole_group(text)) is None:
             break
-        text = _TRAILING.sub("", inner.strip())
+        text = _without_trailing_marks(inner)
     return text
 
 
@@ -109,6 +118,12 @@ def squeeze(text: str) -> str:
     text = re.sub(r"(\\[a-zA-Z]+) (?=[a-zA-Z])", r"\1\0", text)  # the space after \pi in "\pi r" is needed
     text = re.sub(r"(?<=\d) (?=\d)", "\0", text)
     return _BRACED_ATOM.sub(r"\1", text.replace(" ", "").replace("\0", " "))
+
+
+def _without_trailing_marks(text: str) -> str:
+    while (shorter := text.strip().rstrip(".,;:").removesuffix(r"\\")) != text:
+        text = shorter
+    return text
 
 
 def _drop_math_signs(text: str) -> str:

@@ -18,7 +18,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every ca
 
 def can_try(text: str) -> bool:
     """Whether a cleaned text is one the library is asked about."""
-    return bool(_KNOWN_THERE.search(text)) and len(text) <= MAX_LENGTH and not _COULD_GROW.search(text)
+    return bool(_KNOWN_THERE.search(text)) and can_be_read(text)
+
+
+def can_be_read(text: str) -> bool:
+    """Whether a cleaned text is safe to hand to the library."""
+    return len(text) <= MAX_LENGTH and not _COULD_GROW.search(text)
 
 
 def library_equal(gold: str, answer: str) -> bool:
@@ -37,6 +42,7 @@ def library_reads(text: str) -> bool:
 def _parse(text: str) -> object | None:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)  # its grammar wants the braces
     try:
         return latex2sympy(
             text, is_real=True, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)

@@ -20,8 +20,8 @@ from d3s_megatron.rewards.structure import Interval, Items, Relation, Shape, Uni
 Same = Callable[[Shape, Shape], bool]
 
 _NAME = re.compile(
-    r"(?:\\[a-zA-Z]++\s*|[a-zA-Z]\s*|\{[a-zA-Z ]*\}|_\s*(?:\{[^{}]*\}|\w)\s*|'|\^\s*\{?\s*\\prime\s*\}?"
-    r"|\([\w,\s]*\)|\|)++"
+    r"(?:P\s*\([^()=]*\)|\\[a-zA-Z]++\s*|[a-zA-Z]\s*|\{[a-zA-Z ]*\}|_\s*(?:\{[^{}]*\}|\w)\s*|'|\^\s*\{?\s*\\prime\s*\}?"
+    r"|\^\s*\{?\s*-\s*1\s*\}?|\([\w,\s]*\)|\|)++"
 )
 _OUTPUT = re.compile(r"y|[fghp]\(?[a-z]?\)?")  # y, f(x): what a rule is for, and not part of it
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}

@@ -26,8 +26,10 @@ _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 # Every repetition starts with a character that the one before cannot end with, so matching takes linear time.
 _TEXT_UNIT = re.compile(r"((?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?[\s/.]*(?:\\cdot\s*)?)+)$")
 _BARE_UNIT = re.compile(r"(?<=[\d}\s)])((?:[a-zA-Z¢€£.]+[\s/]+)*[a-zA-Z¢€£.]+(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?)$")
+# "5 (or 6)", "5 if x > 0": such words say more than a unit does
+_NO_UNIT = re.compile(r"\\text\{[^{}]*(?:(?<!\^)(?<!\^-)\d|\b(?:or|and|not|if|when|unless|except)\b)", re.IGNORECASE)
 _LONGEST_UNIT = 60  # characters
-_MONEY = re.compile(r"^\s*([+-]?)\s*(\\\$|€|£|¥|USD|US\\\$)\s*([+-]?)")
+_MONEY = re.compile(r"\s*([+-]?)\s*(\\\$|€|£|¥|USD|US\\\$)\s*([+-]?)")
 _PERCENT = re.compile(r"\s*(?:%|\\text\{\s*(?:%|percent)\s*\}|percent(?:age)?|pct)\s*$", re.IGNORECASE)
 _DEGREE = re.compile(r"\s*\^\\circ\s*([CFK]|\\text\{\s*[CFK]\s*\})?\s*$")
 _ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
@@ -49,7 +51,7 @@ class Quantity:
 def take_off_unit(text: str) -> Quantity:
     """Split a cleaned text into what is counted with and the rest."""
     text = text.strip()
-    if match := _MONEY.match(text):
+    if (match := _MONEY.match(text)) and not _MONEY.match(text, match.end()):
         sign = "-" if "-" in (match.group(1), match.group(3)) else ""
         rest = take_off_unit(sign + text[match.end() :])
         currency = {r"\$": "$", r"US\$": "$", "USD": "$"}.get(match.group(2), match.group(2))
@@ -60,7 +62,8 @@ def take_off_unit(text: str) -> Quantity:
         return Quantity(text[: match.start()], degree=True)
     if text.endswith(r"\$"):
         return Quantity(text[:-2].strip(), (("$", 1),))
-    if (match := _TEXT_UNIT.search(text)) and _can_be_counted(text[: match.start()]):
+    match = _TEXT_UNIT.search(text)
+    if match and _can_be_counted(text[: match.start()]) and not _NO_UNIT.search(match.group(1)):
         return _with_unit(text[: match.start()].strip(), re.sub(r"\\text\{([^{}]*)\}", r" \1 ", match.group(1)))
     if (match := _BARE_UNIT.search(text, max(0, len(text) - _LONGEST_UNIT))) and _NUMBER_END.search(
         text[: match.start()].strip()
@@ -101,7 +104,7 @@ def _read_unit(words: str) -> tuple[tuple[str, int], ...] | None:
     """Measures with powers, or None where a word is no measure."""
     powers: dict[str, int] = {}
     factor, next_power = 1, 0
-    tokens = re.split(r"(/|\bper\b)", words.replace("~", " "))
+    tokens = re.split(r"(/|\bper\b)", words.replace("~", " ").replace(r"\cdot", " "))
     for token in tokens:
         if token in ("/", "per"):
             factor = -1

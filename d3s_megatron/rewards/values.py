@@ -7,7 +7,7 @@ import re
 from d3s_megatron.rewards.clean import squeeze
 from d3s_megatron.rewards.expression import Node, Unreadable, read_expression
 from d3s_megatron.rewards.identity import same_expression
-from d3s_megatron.rewards.library import can_try, library_equal, library_reads
+from d3s_megatron.rewards.library import can_be_read, can_try, library_equal, library_reads
 from d3s_megatron.rewards.numbers import Decimal, read_number, rounds_to
 from d3s_megatron.rewards.units import Quantity, take_off_unit, units_conflict
 
@@ -15,6 +15,7 @@ _BASED = re.compile(
     r"(?=[^_]*\d)(?P<digits>-?[0-9A-Za-z,. ]+?)\s*_\s*(?:\{\s*(?:\\text\{|\()?\s*(?P<a>-?\w+)\s*[)}]?\s*\}|(?P<b>\d+))"
 )
 _CHOICE = re.compile(r"\(?([A-J])\)?")
+_OTHER_CHOICE = re.compile(r"\b[A-J]\b")  # after the first letter: a second choice is a hedge
 _CHOICE_AND_TEXT = re.compile(r"\(?([A-J])(?:\)|:|\.\s|\)\s*:)\s*\S.*")
 
 
@@ -54,18 +55,19 @@ def _plain(text: str) -> str:
 def choice_of(text: str) -> str | None:
     """The letter of a multiple choice, alone, in brackets, or before the text of the option."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip()
-    match = _CHOICE.fullmatch(text) or _CHOICE_AND_TEXT.fullmatch(text)
+    match = _CHOICE.fullmatch(text) or (None if _OTHER_CHOICE.search(text, 2) else _CHOICE_AND_TEXT.fullmatch(text))
     return match.group(1) if match else None
 
 
 def _same_in_base(gold: str, answer: str) -> bool:
-    """Digits and base as they are written; only the answer may leave the base out."""
+    """Digits and base as they are written; only the answer may leave the base out, and base ten says nothing."""
     g, a = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
     if g is None:
-        return False
-    digits = a["digits"] if a else answer
+        assert a is not None
+        return (a["a"] or a["b"]) == "10" and same_value(gold, a["digits"])
     if a and (a["a"] or a["b"]) != (g["a"] or g["b"]):
         return False
+    digits = a["digits"] if a else answer
     return re.sub(r"[, ]", "", digits).lower() == re.sub(r"[, ]", "", g["digits"]).lower()
 
 
@@ -97,7 +99,8 @@ def _same_body(gold: str, answer: str) -> bool:
     try:
         return same_expression(_tree(gold), _tree(answer), g, a)
     except Unreadable:
-        return (can_try(gold) or can_try(answer)) and library_equal(gold, answer)
+        # A sum that the gold writes out may be answered in other ways; a gold of 55 is not answered by naming a sum.
+        return can_try(gold) and can_be_read(answer) and library_equal(gold, answer)
 
 
 def _tree(text: str) -> Node:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from d3s_megatron.rewards import RewardConfig, check_golds, make_reward
+from d3s_megatron.rewards.__main__ import main
 from d3s_megatron.rewards.reward import STATUSES
 from d3s_megatron.types import Verdict
 
@@ -119,12 +120,7 @@ def test_the_package_and_its_workers_start_without_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def grade_file(path, *options):
-    command = [sys.executable, "-m", "d3s_megatron.rewards", "--file", str(path), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command_grades_a_file_the_same_twice(tmp_path):
+def test_the_command_grades_a_file_the_same_twice(tmp_path, capsys):
     rows = [
         {"id": "a", "gold": "1/2", "prediction": r"\boxed{0.5}"},
         {"id": "b", "gold": 7, "prediction": "seven"},
@@ -132,9 +128,11 @@ def test_the_command_grades_a_file_the_same_twice(tmp_path):
     ]
     path = tmp_path / "cases.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    first, second = grade_file(path), grade_file(path)
-    assert first.returncode == 0 and first.stdout == second.stdout
-    assert [json.loads(line) for line in first.stdout.splitlines()] == [
+    command = [sys.executable, "-m", "d3s_megatron.rewards", "--file", str(path)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert main(["--file", str(path)]) == 0
+    assert capsys.readouterr().out == first
+    assert [json.loads(line) for line in first.splitlines()] == [
         {"id": "a", "value": 1.0, "status": "right"},
         {"id": "b", "value": 0.0, "status": "no_answer"},
         {"id": "c", "value": 0.0, "status": "unparsable_gold"},
@@ -149,13 +147,14 @@ def test_the_command_grades_a_file_the_same_twice(tmp_path):
         ("[1]", ":1: missing id, gold, prediction"),
     ],
 )
-def test_a_broken_row_is_named(tmp_path, content, message):
+def test_a_broken_row_is_named(tmp_path, capsys, content, message):
     path = tmp_path / "cases.jsonl"
     path.write_text(content)
-    result = grade_file(path)
-    assert result.returncode == 2 and message in result.stderr and result.stdout == ""
+    assert main(["--file", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == ""
 
 
-def test_a_missing_file_is_one_line(tmp_path):
-    result = grade_file(tmp_path / "nothing.jsonl")
-    assert result.returncode == 2 and len(result.stderr.strip().splitlines()) == 1
+def test_a_missing_file_is_one_line(tmp_path, capsys):
+    assert main(["--file", str(tmp_path / "nothing.jsonl")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -1,6 +1,6 @@
 """The main job on a laptop: data, warm start, D3S on two processes with TP 2, and a model that answers.
 
-    python examples/arithmetic/quickstart.py --seed 0 --out runs/quickstart
+python examples/arithmetic/quickstart.py --seed 0 --out runs/quickstart
 """
 
 from __future__ import annotations

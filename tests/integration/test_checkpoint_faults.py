@@ -1,6 +1,7 @@
 """Damaged sources, full disks and killed runs: a clear error each, the source untouched, nothing half-written."""
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -39,18 +40,25 @@ def megatron(tmp_path, source):
     return tmp_path / "megatron"
 
 
-def run_tool(*arguments):
-    command = [sys.executable, "tools/checkpoint.py", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def run_tool(monkeypatch, capsys):
+    """The command line in this process: (exit status, standard output, standard error)."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    tool = importlib.import_module("checkpoint")
+
+    def run(*arguments):
+        status = tool.main([str(argument) for argument in arguments])
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_truncated_weights(tmp_path, source):
+def test_truncated_weights(tmp_path, source, run_tool):
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])
     before = fingerprint(source)
-    done = run_tool("import", source, tmp_path / "out")
-    assert done.returncode == 2 and "model.safetensors" in done.stderr and "damaged" in done.stderr
+    status, _, errors = run_tool("import", source, tmp_path / "out")
+    assert status == 2 and "model.safetensors" in errors and "damaged" in errors
     assert not (tmp_path / "out").exists() and fingerprint(source) == before
 
 
@@ -115,7 +123,7 @@ def test_plan_refuses_a_full_disk_or_memory_in_advance(source):
         type(plan)(**{**vars(plan), "free_memory": 10}).check()
 
 
-def test_full_disk_leaves_nothing_behind(tmp_path, source):
+def test_full_disk_leaves_nothing_behind(tmp_path, source, run_tool):
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], capture_output=True)
@@ -126,8 +134,8 @@ def test_full_disk_leaves_nothing_behind(tmp_path, source):
         with pytest.raises(ValueError, match="the disk is full"):
             job.run(jobs.import_job(source, small / "out"))
         assert list(small.iterdir()) == [] and fingerprint(source) == before
-        done = run_tool("import", source, small / "out")
-        assert done.returncode == 2 and "make room" in done.stderr
+        status, _, errors = run_tool("import", source, small / "out")
+        assert status == 2 and "make room" in errors
     finally:
         subprocess.run(["umount", small], check=True)
 
@@ -167,7 +175,7 @@ def test_stopped_run_continues_where_it_stopped(tmp_path, source, monkeypatch):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
-def test_killed_process_continues(tmp_path):
+def test_killed_process_continues(tmp_path, run_tool):
     config = tiny_config(hidden_size=512, intermediate_size=2048, num_hidden_layers=24, torch_dtype="bfloat16")
     shape = read_shape(config)
     source = write_folder(tmp_path / "source", config, counting_state(shape, torch.bfloat16))
@@ -181,10 +189,10 @@ def test_killed_process_continues(tmp_path):
     running.wait()
     if (tmp_path / "out").exists():
         pytest.skip("the conversion ended before it could be killed")
-    done = run_tool("import", source, tmp_path / "out", "--tp", "2")
-    assert done.returncode == 0, done.stderr
-    done = run_tool("verify", source, tmp_path / "out")
-    assert done.returncode == 0 and "equal bit for bit" in done.stdout
+    status, _, errors = run_tool("import", source, tmp_path / "out", "--tp", "2")
+    assert status == 0, errors
+    status, output, _ = run_tool("verify", source, tmp_path / "out")
+    assert status == 0 and "equal bit for bit" in output
 
 
 def test_source_that_changes_meanwhile_is_noticed(tmp_path, source, monkeypatch):
@@ -201,15 +209,22 @@ def test_source_that_changes_meanwhile_is_noticed(tmp_path, source, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
-def test_tool_says_what_it_did(tmp_path, source):
-    done = run_tool("import", source, tmp_path / "out", "--tp", "2", "--workers", "2")
-    assert done.returncode == 0 and "GB/s" in done.stdout and "peak anonymous memory" in done.stdout
-    assert run_tool("export", tmp_path / "out", tmp_path / "back").returncode == 0
-    assert run_tool("verify", source, tmp_path / "back").returncode == 0
-    assert "qwen2: 2 layers" in run_tool("inspect", tmp_path / "out").stdout
-    assert "import: reads" in run_tool("plan", source, "--tp", "2").stdout
+def test_tool_says_what_it_did(tmp_path, source, run_tool):
+    status, output, _ = run_tool("import", source, tmp_path / "out", "--tp", "2", "--workers", "2")
+    assert status == 0 and "GB/s" in output and "peak anonymous memory" in output
+    assert run_tool("export", tmp_path / "out", tmp_path / "back")[0] == 0
+    assert run_tool("verify", source, tmp_path / "back")[0] == 0
+    assert "qwen2: 2 layers" in run_tool("inspect", tmp_path / "out")[1]
+    assert "import: reads" in run_tool("plan", source, "--tp", "2")[1]
     state = load_file(tmp_path / "back" / "model.safetensors")
     state["model.norm.weight"][0] += 1
     other = write_folder(tmp_path / "other", json.loads((source / "config.json").read_text()), state)
-    done = run_tool("verify", other, tmp_path / "out")
-    assert done.returncode == 1 and "model.norm.weight: values differ" in done.stdout
+    status, output, _ = run_tool("verify", other, tmp_path / "out")
+    assert status == 1 and "model.norm.weight: values differ" in output
+
+
+def test_help_shows_every_command():
+    command = [sys.executable, ROOT / "tools" / "checkpoint.py", "--help"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert all(f"checkpoint.py {name}" in done.stdout for name in ("import", "export", "verify", "plan", "inspect"))

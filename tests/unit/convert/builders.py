@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def tiny_config(family: str = "qwen2", **changes) -> dict:
     }
     if family == "qwen3":
         base["head_dim"] = 8
-    return {**base, **changes}
+    return {**base, **copy.deepcopy(changes)}  # transformers changes nested dicts it is given
 
 
 def counting_state(shape: ModelShape, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

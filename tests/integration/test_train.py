@@ -47,7 +47,8 @@ def train(inputs, out, *extra, num_processes=1):
         main([*flags, *map(str, extra)])
     else:
         done = run_python(["-m", "d3s_megatron.train", *flags, *extra], num_processes)
-        return done, [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        assert done.returncode == 0, done.stderr[-3000:]
+    return done, [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
 def steps_of(rows):

@@ -62,14 +62,15 @@ def _one(values: Tensor, m: int, tie_key: Tensor) -> Tensor:
 
 def best_split(descending: Tensor, m: int) -> int:
     """How many of the m come from the top: the k of method 1.6, step 6, for sorted values [n] and m < n."""
-    x = descending - descending.mean()
-    if m > 0 and descending[0] == descending[-1]:
-        x = torch.zeros_like(x)  # the mean of equal values can be off by an ulp; that is not a variance
+    if m == 0 or descending[0] == descending[-1]:
+        return (m + 1) // 2  # no variance anywhere: the most balanced; a mean that is off by an ulp must not decide
+    x = descending / torch.maximum(descending[0].abs(), descending[-1].abs())  # squares must not leave float64
+    x = x - x.mean()
     top, bottom = x[:m], x.flip(0)[:m]  # summed from both ends: no difference of two large sums
     zero = x.new_zeros(1)
     total = torch.cat([zero, top.cumsum(0)]) + torch.cat([zero, bottom.cumsum(0)]).flip(0)
     squares = torch.cat([zero, (top * top).cumsum(0)]) + torch.cat([zero, (bottom * bottom).cumsum(0)]).flip(0)
-    spread = squares - total * total / max(m, 1)  # m * population variance for k = 0..m
+    spread = squares - total * total / m  # m * population variance for k = 0..m
     best = spread.max()
     tied = (spread >= best - TIE_TOLERANCE * best.abs()).nonzero()[:, 0]
     off_balance = (2 * tied - m).abs()

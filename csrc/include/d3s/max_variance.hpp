@@ -7,6 +7,7 @@
 // in one order are the same everywhere.
 #pragma once
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -54,13 +55,14 @@ inline Range range_and_mean(const double* x, int64_t n) {
 // k for values given in descending order, by prefix sums from both ends: the rule itself, as in the reference.
 inline int64_t split_of_sorted(const double* descending, int64_t n, int64_t m) {
   if (m == 0) return 0;
-  double mean = 0;
-  for (int64_t i = 0; i < n; i++) mean += descending[i];
-  mean /= static_cast<double>(n);
   if (descending[0] == descending[n - 1]) return (m + 1) / 2;
+  const double unit = std::max(std::fabs(descending[0]), std::fabs(descending[n - 1]));  // squares must not leave float64
+  double mean = 0;
+  for (int64_t i = 0; i < n; i++) mean += descending[i] / unit;
+  mean /= static_cast<double>(n);
   std::vector<double> ss(m + 1), low_sum(m + 1, 0.0), low_squares(m + 1, 0.0);
   for (int64_t j = 0; j < m; j++) {
-    const double v = descending[n - 1 - j] - mean;
+    const double v = descending[n - 1 - j] / unit - mean;
     low_sum[j + 1] = low_sum[j] + v;
     low_squares[j + 1] = low_squares[j] + v * v;
   }
@@ -70,7 +72,7 @@ inline int64_t split_of_sorted(const double* descending, int64_t n, int64_t m) {
     ss[k] = squares + low_squares[m - k] - s * s / static_cast<double>(m);
     best = std::max(best, ss[k]);
     if (k < m) {
-      const double v = descending[k] - mean;
+      const double v = descending[k] / unit - mean;
       sum += v;
       squares += v * v;
     }
@@ -115,72 +117,71 @@ struct Window {
   }
 };
 
+// Counts and sums of the values in equal bins. Bin edges come from a sample: outliers fall in the end bins and do not
+// widen the others.
 class Bins {
  public:
-  static constexpr int COUNT = 1024;
-
-  // Bin edges from a sample: outliers go to the end bins and do not widen the others.
-  Bins(const double* x, int64_t n, double mean) : mean_(mean) {
-    std::fill(lows_, lows_ + COUNT, HUGE_VAL);
-    std::fill(highs_, highs_ + COUNT, -HUGE_VAL);
-    double sample[256];
-    for (int i = 0; i < 256; i++) sample[i] = x[(n - 1) / 255 * i + (n - 1) % 255 * i / 255];
-    std::sort(sample, sample + 256);
-    low_ = sample[2];
-    const double width = sample[253] - low_;
-    scale_ = width > 0 && std::isfinite((COUNT - 2) / width) ? (COUNT - 2) / width : 0;
+  Bins(const double* x, int64_t n, const Range& range) : range_(range), last_(n < (1 << 16) ? 255 : MOST - 1) {
+    double sample[SAMPLE];
+    for (int64_t i = 0; i < SAMPLE; i++) sample[i] = x[(n - 1) / (SAMPLE - 1) * i + (n - 1) % (SAMPLE - 1) * i / (SAMPLE - 1)];
+    std::sort(sample, sample + SAMPLE);
+    low_ = sample[1];
+    width_ = (sample[SAMPLE - 2] - low_) / (last_ - 1);
+    scale_ = width_ > 0 && std::isfinite(1 / width_) ? 1 / width_ : 0;  // 0: all values are in bin 1
     for (int64_t i = 0; i < n; i++) {
       const int b = of(x[i]);
-      counts_[b]++;
-      sums_[b] += x[i] - mean;
-      lows_[b] = std::min(lows_[b], x[i]);
-      highs_[b] = std::max(highs_[b], x[i]);
+      rank_[b + 1]++;
+      total_[b + 1] += x[i] - range.mean;
     }
-    for (int b = 0; b < COUNT; b++) {
-      rank_[b + 1] = rank_[b] + counts_[b];
-      total_[b + 1] = total_[b] + sums_[b];
+    for (int b = 0; b <= last_; b++) {
+      rank_[b + 1] += rank_[b];
+      total_[b + 1] += total_[b];
     }
   }
 
   // Bins ascend with the value; below the sample's range is bin 0, above it the last.
   int of(double v) const {
-    const double t = (v - low_) * scale_ + 1.0;
-    return t < 1.0 ? 0 : t < COUNT - 1 ? static_cast<int>(t) : COUNT - 1;
+    double t = (v - low_) * scale_ + 1.0;
+    t = t > 0.0 ? t : 0.0;
+    return static_cast<int>(t < last_ ? t : last_);
   }
-  int of_rank(int64_t rank) const {
-    return static_cast<int>(std::upper_bound(rank_, rank_ + COUNT, rank) - rank_) - 1;
-  }
-  double low_of(int64_t rank) const { return lows_[of_rank(rank)] - mean_; }
-  double high_of(int64_t rank) const { return highs_[of_rank(rank)] - mean_; }
+  int of_rank(int64_t rank) const { return static_cast<int>(std::upper_bound(rank_, rank_ + last_ + 1, rank) - rank_) - 1; }
   int64_t first_rank(int bin) const { return rank_[bin]; }
   double sum_before(int bin) const { return total_[bin]; }
+  double total() const { return total_[last_ + 1]; }
 
-  // Bounds of the sum of the `rank` smallest values: those left out of a bin are between its ends.
+  // No value of the bin is outside; an ulp of rounding at an edge is below `noise` in the search.
+  double low_end(int b) const { return b == 0 || scale_ == 0 ? range_.low : std::max(range_.low, low_ + (b - 1) * width_); }
+  double high_end(int b) const { return b == last_ || scale_ == 0 ? range_.high : std::min(range_.high, low_ + b * width_); }
+
+  // Bounds of the sum of the `rank` smallest values, relative to the mean: ascending, the first of a bin have at most
+  // the bin's average each.
   void sum_below(int64_t rank, double& least, double& most) const {
-    if (rank >= rank_[COUNT]) {
-      least = most = total_[COUNT];
+    if (rank >= rank_[last_ + 1]) {
+      least = most = total();
       return;
     }
     const int b = of_rank(rank);
     const double inside = static_cast<double>(rank - rank_[b]), outside = static_cast<double>(rank_[b + 1] - rank);
-    const double lo = lows_[b] - mean_, hi = highs_[b] - mean_;
+    const double lo = low_end(b) - range_.mean, hi = high_end(b) - range_.mean;
     least = std::max(total_[b] + inside * lo, total_[b + 1] - outside * hi);
-    // ascending order: the first `inside` of a bin have at most the bin's average
     most = std::min(total_[b] + inside * (total_[b + 1] - total_[b]) / (inside + outside), total_[b] + inside * hi);
   }
 
  private:
-  double low_, scale_, mean_;
-  int64_t counts_[COUNT] = {}, rank_[COUNT + 1] = {};
-  double sums_[COUNT] = {}, total_[COUNT + 1] = {};
-  double lows_[COUNT], highs_[COUNT];
+  static constexpr int MOST = 1024, SAMPLE = 128;
+  Range range_;
+  int last_;
+  double low_, width_, scale_;
+  int64_t rank_[MOST + 1] = {};
+  double total_[MOST + 1] = {};
 };
 
 // Finds k by the sign of phi. Returns false where ties or the values' spread ask for the whole sorted order.
 inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& range, Split& split) {
   const double mean = range.mean, dm = static_cast<double>(m);
-  const Bins bins(x, n, mean);
-  const double total = bins.sum_before(Bins::COUNT);
+  const Bins bins(x, n, range);
+  const double total = bins.total();
   const double noise = 1e-12 * dm * (range.high - range.low);  // far above the rounding of phi's bounds
 
   // 1 where phi(k) > 0 for sure, -1 where phi(k) <= 0 for sure, 0 where the bins cannot tell
@@ -190,8 +191,10 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
     bins.sum_below(n - k, high_least, high_most);
     bins.sum_below(m - k, low_least, low_most);
     const double s_least = total - high_most + low_least, s_most = total - high_least + low_most;
-    if ((dm - 1) * bins.low_of(b) + (dm + 1) * bins.low_of(a) - 2 * s_most > noise) return 1;
-    if ((dm - 1) * bins.high_of(b) + (dm + 1) * bins.high_of(a) - 2 * s_least < -noise) return -1;
+    const int bin_b = bins.of_rank(b), bin_a = bins.of_rank(a);
+    auto phi_of = [&](double vb, double va, double s) { return (dm - 1) * (vb - mean) + (dm + 1) * (va - mean) - 2 * s; };
+    if (phi_of(bins.low_end(bin_b), bins.low_end(bin_a), s_most) > noise) return 1;
+    if (phi_of(bins.high_end(bin_b), bins.high_end(bin_a), s_least) < -noise) return -1;
     return 0;
   };
   int64_t left = 0, right = m;  // the first k with phi(k) <= 0 is in [left, right]; phi(m) counts as negative
@@ -208,22 +211,30 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
 
   // Every rank that a decision or a border in [left, right] can ask for, one step more on each side for ties.
   const int64_t k_low = std::max<int64_t>(0, left - 1), k_high = std::min(m, right + 1);
-  auto collect = [&](int64_t first, int64_t last, Window& window) {
-    first = std::max<int64_t>(0, first);
-    last = std::min(n - 1, last);
-    const int from = bins.of_rank(first), to = bins.of_rank(last);
+  Window high, low;
+  struct Span {
+    int from, to;
+    double least, most;  // no value of these bins is outside; of() has the last word
+  };
+  const double slack = 1e-9 * (range.high - range.low);
+  auto span_of = [&](int64_t first, int64_t last, Window& window) {
+    const int from = bins.of_rank(std::max<int64_t>(0, first)), to = bins.of_rank(std::min(n - 1, last));
     window.first = bins.first_rank(from);
     window.below = bins.sum_before(from);
     window.values.reserve(bins.first_rank(to + 1) - window.first);
-    for (int64_t i = 0; i < n; i++) {
-      const int b = bins.of(x[i]);
-      if (b >= from && b <= to) window.values.push_back(x[i]);
-    }
-    window.finish(mean);
+    return Span{from, to, bins.low_end(from) - slack, bins.high_end(to) + slack};
   };
-  Window high, low;
-  collect(n - 1 - k_high, n - k_low, high);
-  collect(m - 1 - k_high, m - k_low, low);
+  const Span for_high = span_of(n - 1 - k_high, n - k_low, high), for_low = span_of(m - 1 - k_high, m - k_low, low);
+  for (int64_t i = 0; i < n; i++) {
+    const bool near_high = (x[i] >= for_high.least) & (x[i] <= for_high.most);
+    const bool near_low = (x[i] >= for_low.least) & (x[i] <= for_low.most);
+    if (!(near_high | near_low)) continue;
+    const int b = bins.of(x[i]);
+    if (b >= for_high.from && b <= for_high.to) high.values.push_back(x[i]);
+    if (b >= for_low.from && b <= for_low.to) low.values.push_back(x[i]);
+  }
+  high.finish(mean);
+  low.finish(mean);
 
   auto sum_at = [&](int64_t k) { return total - high.sum_below(n - k) + low.sum_below(m - k); };
   auto phi = [&](int64_t k) {
@@ -278,13 +289,23 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
 inline void mark(const double* x, const int64_t* tie_key, int64_t n, int64_t m, const Split& split, uint8_t* mask) {
   std::vector<int64_t> tops, bottoms;
   int64_t num_top = 0, num_bottom = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const bool is_top = x[i] > split.top_value, is_bottom = x[i] < split.bottom_value;
-    mask[i] = is_top | is_bottom;
-    num_top += is_top;
-    num_bottom += is_bottom;
-    if (x[i] == split.top_value) tops.push_back(i);
-    if (x[i] == split.bottom_value) bottoms.push_back(i);
+  constexpr int64_t BLOCK = 128;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t end = std::min(n, start + BLOCK);
+    int64_t top = 0, bottom = 0, ties = 0;
+    for (int64_t i = start; i < end; i++) {  // no branch and no store but the mask's: this loop is vector code
+      const bool is_top = x[i] > split.top_value, is_bottom = x[i] < split.bottom_value;
+      mask[i] = is_top | is_bottom;
+      top += is_top;
+      bottom += is_bottom;
+      ties += (x[i] == split.top_value) | (x[i] == split.bottom_value);
+    }
+    num_top += top;
+    num_bottom += bottom;
+    for (int64_t i = start; ties && i < end; i++) {
+      if (x[i] == split.top_value) tops.push_back(i);
+      if (x[i] == split.bottom_value) bottoms.push_back(i);
+    }
   }
   auto before = [&](int64_t i, int64_t j) { return tie_key[i] != tie_key[j] ? tie_key[i] < tie_key[j] : i < j; };
   const int64_t want_top = split.k - num_top, want_bottom = m - split.k - num_bottom;
@@ -312,7 +333,8 @@ inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m
     const Range range = range_and_mean(x, n);
     if (range.low == range.high)
       split = {(m + 1) / 2, range.low, m / 2 ? range.low : -HUGE_VAL};
-    else if (!split_by_search(x, n, m, range, split))
+    else if (!(range.high - range.low > 1e-140 && range.high < 1e140 && range.low > -1e140) ||
+             !split_by_search(x, n, m, range, split))
       split = split_by_sorting(x, n, m);
   }
   mark(x, tie_key, n, m, split, mask);
@@ -321,8 +343,13 @@ inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m
 // Every segment on its own; returns the index of the first value that is not finite, or -1.
 inline int64_t select_segments(const double* x, const int64_t* tie_key, const int64_t* segments, int64_t n, int64_t m,
                                uint8_t* mask) {
-  for (int64_t i = 0; i < n; i++)
-    if (!std::isfinite(x[i])) return i;
+  for (int64_t start = 0; start < n; start += 1024) {
+    const int64_t end = std::min(n, start + 1024);
+    int64_t bad = 0;
+    for (int64_t i = start; i < end; i++) bad += !(std::fabs(x[i]) <= DBL_MAX);
+    for (int64_t i = start; bad && i < end; i++)
+      if (!std::isfinite(x[i])) return i;
+  }
   if (!segments) {
     select(x, tie_key, n, m, mask);
     return -1;

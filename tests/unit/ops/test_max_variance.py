@@ -114,6 +114,15 @@ def test_sizes(m, num):
     assert picks([], m) == []
 
 
+@pytest.mark.parametrize("unit", [1e-320, 1e-200, 1.0, 1e200, 1.5e308])
+@pytest.mark.parametrize("n", [9, 5000])
+def test_units_do_not_matter(unit, n):
+    base = torch.arange(n, dtype=torch.float64).remainder(5) / 4  # 0 to 1 in quarters: exact in every unit
+    base[3] = -1
+    key, m = torch.arange(n), n // 3
+    assert torch.equal(max_variance_subset(base * unit, m, key), max_variance_subset(base, m, key))
+
+
 def test_one_value_is_the_highest():
     assert picks([1e-320, 3.0, -7.0, 0.0], 1) == [1]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_TOKEN = re.compile(r"[+-]?\d+(?:\.\d+)?|[a-zA-Z]|\\(?!boxed|fbox)[a-zA-Z]+")
 _JOINT = re.compile(r"(?:[\s$]|\\[()\]\[])*(?:,|;|\band\b|\bor\b|,\s*and\b|,\s*or\b)(?:[\s$]|\\[()\]\[])*")
 _FINAL_LINE = re.compile(r"(?:(?:the\s+)?final\s+answer(?:\s+is)?\s*[:=]?|####)\s*(.+)", re.IGNORECASE)
@@ -58,16 +59,11 @@ def _closing_braces(text: str) -> dict[int, int]:
     """Position of the closing brace of every opening brace that has one; escaped braces are characters."""
     ends: dict[int, int] = {}
     opened: list[int] = []
-    position = 0
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1
-        elif character == "{":
-            opened.append(position)
-        elif character == "}" and opened:
-            ends[opened.pop()] = position
-        position += 1
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            ends[opened.pop()] = match.start()
     return ends
 
 

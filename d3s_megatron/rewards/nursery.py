@@ -9,7 +9,7 @@ when its socket closes, and the kernel kills it when the nursery dies first.
 
 Control messages (nursery side): first a length and JSON settings, answered by a length and JSON {"error": str | null};
 then b"s" with one socket passed along (fork a worker on it; answered by its process id), or b"k" and a process id
-(kill and reap it; answered by its wait status). Integers are 8 bytes, little endian.
+(kill and reap it; no answer, for a process of low priority takes its time to die). Integers are 8 bytes, little endian.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ Judge = Callable[[str, str], Any]
 
 _INT = struct.Struct("<q")
 _PARENT_CHECK_SECONDS = 1.0  # how soon a killed trainer is noticed when some other process still holds its sockets
+_REAP_SECONDS = 0.02  # how often those who were killed are looked at until they are gone
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _WORKER_OOM_SCORE = 900  # of 1000: when memory runs out the kernel takes a worker, not the trainer
 
@@ -92,9 +93,11 @@ def main(control_fd: int, parent_pid: int) -> None:
     send_message(control, {"error": None})
 
     workers: set[int] = set()
+    dying: set[int] = set()
     try:
         while os.getppid() == parent_pid:
-            if not select.select([control], [], [], _PARENT_CHECK_SECONDS)[0]:
+            dying = {pid for pid in dying if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+            if not select.select([control], [], [], _REAP_SECONDS if dying else _PARENT_CHECK_SECONDS)[0]:
                 continue
             command, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if command == b"s":
@@ -107,22 +110,19 @@ def main(control_fd: int, parent_pid: int) -> None:
                 send_int(control, pid)
             elif command == b"k":
                 pid = receive_int(control)
-                known = pid in workers  # nothing but our own children is ever killed
-                workers.discard(pid)
-                send_int(control, _kill(pid) if known else 0)
+                if pid in workers:  # nothing but our own children is ever killed
+                    os.kill(pid, signal.SIGKILL)  # safe for a dead child too: it keeps its id until it is reaped
+                    workers.discard(pid)
+                    dying.add(pid)
             else:
                 break
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the pool is gone: that is how a nursery ends
     finally:
         for pid in workers:
-            _kill(pid)
-
-
-def _kill(pid: int) -> int:
-    """Kill and reap a child of ours, dead or alive; its wait status."""
-    os.kill(pid, signal.SIGKILL)  # safe for a dead child too: it keeps its id until it is reaped here
-    return os.waitpid(pid, 0)[1]
+            os.kill(pid, signal.SIGKILL)
+        for pid in workers | dying:
+            os.waitpid(pid, 0)
 
 
 def _work(sock: socket.socket, judge: Judge, settings: dict[str, Any]) -> None:
@@ -135,8 +135,8 @@ def _work(sock: socket.socket, judge: Judge, settings: dict[str, Any]) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         while True:
-            text, gold = receive_message(sock)
-            send_message(sock, _answer(judge, text, gold))
+            for text, gold in receive_message(sock):  # read whole before judging, so that the pool never blocks
+                send_message(sock, _answer(judge, text, gold))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         exit_code = 0
     finally:

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from d3s_megatron.rewards.nursery import receive_int, receive_message, send_int, send_message
 
@@ -31,8 +31,9 @@ FIRST_TRY = 0.4  # shares of the deadline; the retry gets the larger one, as it 
 SECOND_TRY = 0.5  # what is left over pays for killing, forking and waiting for a place
 EXTRA = 32  # slow answers that may keep a process each, beside the working ones
 ANSWERS_PER_WORKER = 5000
-_SLOW_SECONDS = 0.1  # longer than ordinary answers take
-_SLOW_NICENESS = 10
+MOST_AT_ONCE = 16  # answers handed to a worker in one message; it replies to each
+_SLOW_SECONDS = 0.05  # longer than ordinary answers take; doubled in a batch at every false alarm
+_SLOW_NICENESS = 19
 _SETUP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -51,22 +52,21 @@ class Judged:
     status: str
 
 
+@dataclass(frozen=True)
+class _Job:
+    index: int
+    retry: bool = False
+
+
 @dataclass(eq=False)
 class _Worker:
     pid: int
     sock: socket.socket
     generation: int  # of the nursery that raised it
     num_answers: int = 0
-    job: _Job | None = None
-
-
-@dataclass
-class _Job:
-    index: int
-    retry: bool
-    started: float
-    limit: float  # seconds
-    slow: bool = False
+    jobs: deque[_Job] = field(default_factory=deque)  # handed out; it is at the first
+    started: float = 0.0  # when it began the first
+    slow: bool = False  # it no longer counts as working, and its priority is low
 
 
 class WorkerPool:
@@ -85,7 +85,7 @@ class WorkerPool:
     def __init__(self, judge: str, num_workers: int, deadline_seconds: float, memory_limit_mb: int) -> None:
         self._num_workers = num_workers
         self._deadline = deadline_seconds
-        self._slow = min(_SLOW_SECONDS, deadline_seconds / 10)
+        self._slow = self._slow_at_first = min(_SLOW_SECONDS, deadline_seconds / 10)
         self._generation = 0
         self._settings = {"judge": judge, "memory_limit_mb": memory_limit_mb}
         self._lock = threading.Lock()
@@ -116,80 +116,99 @@ class WorkerPool:
 
     def _run(self, items: Sequence[tuple[str, str]]) -> list[Judged]:
         results: list[Judged | None] = [None] * len(items)
-        waiting: deque[tuple[int, bool]] = deque((index, False) for index in range(len(items)))
-
-        def failed(job: _Job, status: str) -> None:
-            if job.retry:
-                results[job.index] = Judged(None, status)
-            else:
-                waiting.appendleft((job.index, True))
-
+        waiting = deque(_Job(index) for index in range(len(items)))
+        retries: deque[_Job] = deque()
+        self._slow = self._slow_at_first
         with selectors.DefaultSelector() as selector:
-            while waiting or self._busy:
-                working = sum(not worker.job.slow for worker in self._busy if worker.job)
+
+            def hand_out(jobs: list[_Job]) -> None:
+                worker = self._hand_out(items, jobs)
+                selector.register(worker.sock, selectors.EVENT_READ, worker)
+
+            def stop(worker: _Worker, status: str) -> None:
+                """End a worker that hangs or crashed; the answer it was at is tried again or given up."""
+                selector.unregister(worker.sock)
+                job, *others = worker.jobs
+                self._discard(worker)
+                waiting.extendleft(reversed(others))
+                if job.retry:
+                    results[job.index] = Judged(None, status)
+                else:
+                    retries.append(_Job(job.index, retry=True))
+
+            while waiting or retries or self._busy:
+                while retries and len(self._busy) < self._num_workers + EXTRA:
+                    hand_out([retries.popleft()])
+                working = sum(not worker.slow for worker in self._busy)
                 while waiting and working < self._num_workers and len(self._busy) < self._num_workers + EXTRA:
-                    index, retry = waiting.popleft()
-                    worker = self._hand_out(items[index], index, retry)
-                    selector.register(worker.sock, selectors.EVENT_READ, worker)
+                    num = min(len(waiting), MOST_AT_ONCE, 1 + len(waiting) // (4 * self._num_workers))
+                    hand_out([waiting.popleft() for _ in range(num)])
                     working += 1
 
                 for key, _ in selector.select(self._next_check(time.monotonic())):
-                    worker, job = key.data, key.data.job
-                    selector.unregister(worker.sock)
+                    worker: _Worker = key.data
+                    job = worker.jobs[0]
                     try:
                         value, status, message = receive_message(worker.sock)
                     except (EOFError, ConnectionResetError):
                         value, status, message = None, "crash", "the worker process died"
                     if status == "crash":
-                        self._discard(worker)  # its memory may be in any state
                         logger.warning("judging answer %d of this batch crashed: %s", job.index, message)
-                        failed(job, "crash")
-                    else:
+                        stop(worker, "crash")  # its memory may be in any state
+                        continue
+                    results[job.index] = Judged(value, status)
+                    if worker.slow:  # a false alarm, as on a loaded machine: be slower to raise the next
+                        self._slow = min(2 * self._slow, FIRST_TRY * self._deadline / 2)
+                    worker.num_answers += 1
+                    worker.started = time.monotonic()
+                    worker.jobs.popleft()
+                    if not worker.jobs:
+                        selector.unregister(worker.sock)
                         self._take_back(worker)
-                        results[job.index] = Judged(value, status)
 
                 now = time.monotonic()
                 for worker in list(self._busy):
-                    job = worker.job
-                    assert job is not None
-                    if not job.slow and now - job.started > self._slow:
-                        job.slow = True
+                    if now - worker.started > self._limit(worker):
+                        stop(worker, "timeout")
+                    elif not worker.slow and now - worker.started > self._slow:
                         self._lower_priority(worker)
-                    if now - job.started > job.limit:
-                        selector.unregister(worker.sock)
-                        self._discard(worker)
-                        failed(job, "timeout")
+                        while len(worker.jobs) > 1:  # the rest need not wait for it; it is ended after this answer
+                            waiting.appendleft(worker.jobs.pop())
         assert all(result is not None for result in results)
         return results  # type: ignore[return-value]
 
+    def _limit(self, worker: _Worker) -> float:
+        return self._deadline * (SECOND_TRY if worker.jobs[0].retry else FIRST_TRY)
+
     def _next_check(self, now: float) -> float | None:
-        times = [job.started + (job.limit if job.slow else self._slow) for job in (w.job for w in self._busy) if job]
+        times = [worker.started + (self._limit(worker) if worker.slow else self._slow) for worker in self._busy]
         return max(0.0, min(times) - now) + 0.001 if times else None
 
-    def _hand_out(self, item: tuple[str, str], index: int, retry: bool) -> _Worker:
+    def _hand_out(self, items: Sequence[tuple[str, str]], jobs: list[_Job]) -> _Worker:
+        message = [items[job.index] for job in jobs]
         worker = self._idle.pop() if self._idle else self._spawn()
         try:
-            send_message(worker.sock, item)
+            send_message(worker.sock, message)
         except (BrokenPipeError, ConnectionResetError):  # it died while idle, perhaps by the kernel's memory killer
             self._discard(worker)
             worker = self._spawn()
-            send_message(worker.sock, item)
-        limit = self._deadline * (SECOND_TRY if retry else FIRST_TRY)
-        worker.job = _Job(index, retry, time.monotonic(), limit)
+            send_message(worker.sock, message)
+        worker.jobs.extend(jobs)
+        worker.started = time.monotonic()
         self._busy.add(worker)
+        if jobs[0].retry:
+            self._lower_priority(worker)  # it is known for a hard one, and needs no place among the working
         return worker
 
     def _take_back(self, worker: _Worker) -> None:
-        was_slow = worker.job is not None and worker.job.slow  # its priority stays low
         self._busy.discard(worker)
-        worker.job = None
-        worker.num_answers += 1
-        if was_slow or worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
+        if worker.slow or worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
             self._discard(worker)
         else:
             self._idle.append(worker)
 
     def _lower_priority(self, worker: _Worker) -> None:
+        worker.slow = True
         try:
             os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICENESS)
         except (ProcessLookupError, PermissionError):
@@ -219,14 +238,13 @@ class WorkerPool:
 
     def _discard(self, worker: _Worker) -> None:
         self._busy.discard(worker)
-        worker.job = None
+        worker.jobs.clear()
         worker.sock.close()
         if worker.generation != self._generation:
             return  # it died with its nursery, and its process id may be another's by now
         try:
             self._control.sendall(b"k")
             send_int(self._control, worker.pid)
-            receive_int(self._control)
         except (BrokenPipeError, ConnectionResetError, EOFError):
             pass  # no nursery, no worker; the next spawn starts another
 

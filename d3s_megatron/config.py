@@ -44,7 +44,7 @@ class TrainConfig:
     """Seed of prompt order, sampling and tie-breaking."""
     eval_every: int = 0
     """Evaluate every so many steps as well as before the first and after the last; 0 leaves those two."""
-    eval_samples: int = 8
+    eval_samples: int = 32
     """Answers per evaluation problem, at the rollout temperature."""
     overwrite: bool = False
     """Replace an earlier run in output_dir instead of refusing to start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,19 +40,27 @@ def generate(
     return engine.generate(requests, sampling) if requests else []
 
 
-def judge(rollouts: Sequence[Rollout], reward: Reward, seed: int, step: int, layout: Layout) -> Experience:
-    """Stage 3: rewards of this rank's rollouts, gathered into the batch's Experience, the same on every rank."""
+def judge(
+    rollouts: Sequence[Rollout], reward: Reward, truncated: str, seed: int, step: int, layout: Layout
+) -> Experience:
+    """Stage 3: rewards of this rank's rollouts, gathered into the batch's Experience, the same on every rank.
+
+    `truncated` says what an answer cut at the length limit is worth (AlgorithmConfig.truncated; method 4, row 24).
+    """
     verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
     rows = torch.tensor(
         [
-            (r.request.uid, r.request.group_id, v.value, len(r.token_ids))
+            (r.request.uid, r.request.group_id, v.value, len(r.token_ids), r.finish_reason == "length")
             for r, v in zip(rollouts, verdicts, strict=True)
         ],
         dtype=torch.float64,
     )
-    table = torch.cat(gather_rows(rows.flatten(), layout)).view(-1, 4)
+    table = torch.cat(gather_rows(rows.flatten(), layout)).view(-1, 5)
     table = table[table[:, 0].argsort()]
-    return Experience.new(seed, step, table[:, 1], table[:, 2], table[:, 3])
+    _, groups, rewards, lengths, cut = table.unbind(1)
+    if truncated != "judge":
+        rewards = torch.where(cut.bool(), 0.0 if truncated == "wrong" else math.nan, rewards)
+    return Experience.new(seed, step, groups, rewards, lengths, cut)
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ def update(
 ) -> list[UpdateResult]:
     """Stages 9 and 10: `num_epochs` x `num_minibatches` optimizer steps.
 
+    A mini-batch without a signal takes none: no kept token with an advantage, and no KL to follow (method 4, row 8).
     `reselect` scores and selects anew before every step but the first, where `token_entropy` is "current".
     """
     results: list[UpdateResult] = []
@@ -113,6 +123,9 @@ def update(
             if config.token_entropy == "current" and results:
                 batch = reselect(batch)
             tensors = _step_tensors(batch, part, loss, config, max_length, actor.layout)
+            if not _has_signal(tensors, loss, actor.layout):
+                results.append(UpdateResult.skipped(actor.lr, len(METRICS)))
+                continue
             results.append(
                 actor.update(
                     tensors.samples,
@@ -123,6 +136,15 @@ def update(
                 )
             )
     return results
+
+
+def _has_signal(tensors: StepTensors, loss: PolicyLoss, layout: Layout) -> bool:
+    """Whether any rank has a kept token that the loss can learn from."""
+    counts = torch.zeros(1, dtype=torch.int64)
+    for sample, mask in zip(tensors.samples, tensors.keep, strict=True):
+        if sample.advantage != 0 or loss.kl_beta:
+            counts += mask.sum()
+    return bool(data_parallel_reduce(layout)(counts, "sum"))
 
 
 def _step_tensors(
@@ -184,23 +206,26 @@ def token_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     }
 
 
-def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+def update_metrics(results: Sequence[UpdateResult], has_reference: bool) -> dict[str, float]:
     """Means over the optimizer steps of a batch, per kept token where that is the unit."""
-    if not results:
-        return {"num_updates": 0, "num_skipped_updates": 0}
-    totals = torch.stack([result.totals for result in results]).mean(0)
+    counts = {"num_updates": sum(r.stepped for r in results), "lr": results[-1].lr}
+    counts["num_skipped_updates"] = len(results) - counts["num_updates"]
+    tried = [result for result in results if result.totals[1]]  # with a kept token
+    if not tried:
+        return counts
+    totals = torch.stack([result.totals for result in tried]).mean(0)
     named = dict(zip(("loss", *METRICS), totals.tolist(), strict=True))
-    num = max(1.0, named["num_tokens"])
-    norms = [result.grad_norm for result in results if result.stepped]
-    return {
-        "loss": named["loss"],
-        "kl": named["kl"] / num,
-        "policy_kl": named["policy_kl"] / num,
-        "ratio": named["ratio"] / num,
-        "clip_fraction": named["num_clipped"] / num,
-        "dual_clip_fraction": named["num_dual_clipped"] / num,
-        "grad_norm": sum(norms) / len(norms) if norms else float("nan"),
-        "lr": results[-1].lr,
-        "num_updates": len(norms),
-        "num_skipped_updates": len(results) - len(norms),
-    }
+    num = named["num_tokens"]
+    norms = [result.grad_norm for result in tried if result.stepped]
+    return (
+        counts
+        | ({"kl": named["kl"] / num} if has_reference else {})
+        | {
+            "loss": named["loss"],
+            "policy_kl": named["policy_kl"] / num,
+            "ratio": named["ratio"] / num,
+            "clip_fraction": named["num_clipped"] / num,
+            "dual_clip_fraction": named["num_dual_clipped"] / num,
+            "grad_norm": sum(norms) / len(norms) if norms else float("nan"),
+        }
+    )

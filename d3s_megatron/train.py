@@ -27,7 +27,6 @@ from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
 from d3s_megatron.report.plot import plot_run
 from d3s_megatron.report.run_log import StageClock, read_log
-from d3s_megatron.types import Experience
 
 
 def train(parts: Parts) -> Totals:
@@ -44,7 +43,7 @@ def train(parts: Parts) -> Totals:
                 parts.engine, prompts, algorithm.samples_per_prompt, config.rollout.sampling(), seed, step, layout
             )
         with clock("reward"):
-            judged = stages.judge(rollouts, parts.reward, seed, step, layout)
+            judged = stages.judge(rollouts, parts.reward, algorithm.truncated, seed, step, layout)
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
             batch = stages.redistribute(rollouts, selected, algorithm, layout)
@@ -56,34 +55,25 @@ def train(parts: Parts) -> Totals:
             )
             batch = select(batch)
         with clock("update"):
-            updates = []
-            if has_signal(selected, parts.loss.kl_beta):
-                reselect = stages.reselect_tokens(parts.actor, select)
-                updates = stages.update(
-                    batch, parts.actor, parts.loss, algorithm, config.rollout.max_new_tokens, reselect
-                )
+            reselect = stages.reselect_tokens(parts.actor, select)
+            max_length = config.rollout.max_new_tokens
+            updates = stages.update(batch, parts.actor, parts.loss, algorithm, max_length, reselect)
+        stepped = any(result.stepped for result in updates)
         with clock("sync"):
-            if updates:
+            if stepped:
                 parts.engine.load_weights(parts.actor.weights())
 
         row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
-        row |= selection_metrics(judged, selected) | stages.token_metrics(batch, layout)
-        row |= stages.update_metrics(updates) | parts.reward.report() | clock.as_row()
+        row |= selection_metrics(judged, selected, parts.recipe.advantages_of_all(judged))
+        row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, parts.loss.kl_beta > 0)
+        row |= parts.reward.report() | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
-        if not updates:
-            log.message(
-                f"  step {step + 1}: no update, every kept advantage is 0 (all rewards of each group are equal)"
-            )
+        if not stepped:
+            log.message(f"  step {step + 1}: no update, no kept token has an advantage to learn from")
         if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
             evaluate(parts, step + 1)
     return totals
-
-
-def has_signal(selected: Experience, kl_beta: float) -> bool:
-    """False where a step would only decay the weights: no advantage to follow and no KL (method 4, row 8)."""
-    kept = selected.advantages[selected.kept]
-    return bool(len(kept)) and bool((kept != 0).any() or kl_beta > 0)
 
 
 def evaluate(parts: Parts, step: int) -> Evaluation | None:

@@ -77,14 +77,17 @@ class Experience:
     step: int
     uids: Tensor  # [N] int64
     group_ids: Tensor  # [N] int64
-    rewards: Tensor  # [N] float64, NaN where there is no verdict
+    rewards: Tensor  # [N] float64, not finite where there is no verdict
     lengths: Tensor  # [N] int64, response tokens
+    truncated: Tensor  # [N] bool, cut at the length limit
     advantages: Tensor  # [N] float64; zeros until a group_advantages step has run
     kept: Tensor  # [N] bool; all True until a selection step has run
 
     @staticmethod
-    def new(seed: int, step: int, group_ids: Tensor, rewards: Tensor, lengths: Tensor) -> Experience:
-        """Rows in uid order; a NaN reward takes its rollout out of the batch at once (method 4, fault D05)."""
+    def new(
+        seed: int, step: int, group_ids: Tensor, rewards: Tensor, lengths: Tensor, truncated: Tensor | None = None
+    ) -> Experience:
+        """Rows in uid order; a reward that is not finite takes its rollout out of the batch at once (fault D05)."""
         num = len(rewards)
         rewards = rewards.to(torch.float64)
         return Experience(
@@ -94,8 +97,9 @@ class Experience:
             group_ids=group_ids.to(torch.int64),
             rewards=rewards,
             lengths=lengths.to(torch.int64),
+            truncated=torch.zeros(num, dtype=torch.bool) if truncated is None else truncated.to(torch.bool),
             advantages=torch.zeros(num, dtype=torch.float64),
-            kept=~rewards.isnan(),
+            kept=rewards.isfinite(),
         )
 
 

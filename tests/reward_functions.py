@@ -16,3 +16,8 @@ def breaks_on_odd(text: str, gold: str) -> float:
     if len(text) % 2:
         raise RuntimeError("no verdict")
     return float(text < "5")
+
+
+def always(text: str, gold: str) -> float:
+    """Everything is right."""
+    return 1.0

@@ -33,6 +33,11 @@ class UpdateResult:
     lr: float
     stepped: bool
 
+    @staticmethod
+    def skipped(lr: float, num_metrics: int) -> UpdateResult:
+        """No step, as there was nothing to learn from."""
+        return UpdateResult(torch.zeros(1 + num_metrics, dtype=torch.float64), math.nan, lr, stepped=False)
+
 
 class MegatronActor:
     """A model on megatron-core with its optimizer; every method is a collective over all ranks.
@@ -79,7 +84,12 @@ class MegatronActor:
             self.scheduler = _make_scheduler(self.optimizer, optimizer, num_optimizer_steps)
             self.model.config.grad_scale_func = self.optimizer.scale_loss
 
-    def score(self, samples: Sequence[Sample], temperature_rows: int | None = None) -> list[Scores]:
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def score(self, samples: Sequence[Sample]) -> list[Scores]:
         """Log-probs and entropies of every response token of this rank's samples, with no gradient."""
         rows = self._rows(samples, None)
         with cpu_device.as_cpu():
@@ -115,7 +125,7 @@ class MegatronActor:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
-            lr = self.optimizer.param_groups[0]["lr"]
+            lr = self.lr
             if not math.isfinite(totals[0]):
                 return UpdateResult(totals, math.nan, lr, stepped=False)
             stepped, grad_norm, _ = self.optimizer.step()

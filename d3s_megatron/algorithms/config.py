@@ -24,6 +24,8 @@ class AlgorithmConfig:
     """rho at the last step; recipes with a constant schedule use only the first value."""
     schedule: Literal["constant", "linear"] | None = None
     """How N and rho move from first to last value; unset takes the recipe's own."""
+    truncated: Literal["wrong", "exclude", "judge"] = "wrong"
+    """Answers cut at rollout.max_new_tokens: reward 0, left out of their group, or judged as they are."""
     drop_zero: bool = False
     """Drop kept rollouts whose advantage is 0, with any recipe, instead of keeping exactly N."""
     normalize_std: bool = True

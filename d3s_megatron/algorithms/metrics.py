@@ -13,7 +13,7 @@ def _variance(values: Tensor) -> float:
 
 def useful_groups(experience: Experience) -> tuple[int, int]:
     """(groups with rewards that differ, groups) among the groups that the kept rollouts come from."""
-    valid = ~experience.rewards.isnan()
+    valid = experience.rewards.isfinite()
     useful = total = 0
     for group in experience.group_ids[experience.kept].unique():
         rewards = experience.rewards[(experience.group_ids == group) & valid]
@@ -65,6 +65,7 @@ def selection_metrics(before: Experience, after: Experience, all_advantages: Ten
         "advantage_variance_kept": _variance(kept),
         "effective_samples": float(kept.abs().sum()) ** 2 / square if square else 0.0,
         "sign_balance": (positive - negative) / max(1, positive + negative),
+        "truncated_share": float(before.truncated.double().mean()),
         "response_length": float(before.lengths.double().mean()),
         "response_length_kept": float(after.lengths[after.kept].double().mean()) if len(kept) else 0.0,
     }

@@ -31,7 +31,9 @@ def answer(model_folder: Path, problems: list[dict[str, str]]) -> list[str]:
     """Greedy answers of the exported folder, by plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     answers = []

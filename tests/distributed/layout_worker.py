@@ -1,6 +1,6 @@
 """One D3S update per job, from fixed rollouts; rank 0 saves what must not depend on the layout.
 
-    layout_worker.py JOBS.json      [{"model": folder, "out": file, "algorithm": name, "actor": {...ActorConfig}}]
+layout_worker.py JOBS.json      [{"model": folder, "out": file, "algorithm": name, "actor": {...ActorConfig}}]
 """
 
 import json
@@ -63,7 +63,7 @@ def one_update(model: str, out: str, algorithm: str, actor: dict) -> None:
     prompts = [Prompt(str(i), "", tuple(range(1, 3 + i)), "") for i in range(NUM_PROMPTS)]
     assert make_requests(prompts, GROUP, 5, 0)[-1].uid == NUM_PROMPTS * GROUP - 1
     rollouts = stages.generate(FixedEngine(), prompts, GROUP, Sampling(), 5, 0, layout)
-    judged = stages.judge(rollouts, FixedReward(), 5, 0, layout)
+    judged = stages.judge(rollouts, FixedReward(), "wrong", 5, 0, layout)
     chosen = amounts(algorithm, 0, 10)
     selected = recipe.apply(judged, chosen.num_kept)
     batch = stages.score(stages.redistribute(rollouts, selected, algorithm, layout), actor)

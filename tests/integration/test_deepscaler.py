@@ -37,7 +37,7 @@ def test_two_steps(model, tmp_path, monkeypatch):
     # A random model is never right: a small share of the reward goes to the length, so that there is a signal.
     (tmp_path / "mix.yaml").write_text(
         "rewards: {kind: mixture, mixture: {math_verify: 0.9, 'reward_functions:even_length': 0.1}, num_workers: 1}\n"
-        "algorithm: {samples_per_prompt: 4, kept_per_prompt_init: 2, kept_per_prompt_final: 4}\n"
+        "algorithm: {samples_per_prompt: 4, kept_per_prompt_init: 2, kept_per_prompt_final: 4, truncated: judge}\n"
         "rollout: {max_new_tokens: 12}\n"
         "data: {limit: 40, max_prompt_tokens: 256}\n"
         "train: {steps: 2, prompts_per_step: 3}\n"

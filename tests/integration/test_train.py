@@ -33,6 +33,7 @@ def train(inputs, out, *extra, num_processes=1):
         "rewards.kind": "reward_functions:even_length",
         "rewards.num_workers": 1,
         "algorithm.samples_per_prompt": GROUP,
+        "algorithm.truncated": "judge",  # a random model seldom stops by itself
         "algorithm.kept_per_prompt_init": 2,
         "algorithm.kept_per_prompt_final": GROUP,
         "optimizer.lr": 1e-3,
@@ -164,3 +165,15 @@ def test_minibatches_epochs_and_current_entropy(inputs, tmp_path):
         *("--algorithm.kl_tokens", "all", "--algorithm.dual_clip", "3.0", "--algorithm.loss_normalization", "dr_grpo"),
     )
     assert [row["num_updates"] for row in steps_of(rows)] == [4] * STEPS
+
+
+@pytest.mark.parametrize("truncated", ["wrong", "exclude"])
+def test_answers_cut_at_the_limit_are_wrong_or_left_out(truncated, inputs, tmp_path):
+    """Method 4, row 24: hardly an answer ends by its first token here."""
+    extra = ["--algorithm.truncated", truncated, "--rollout.max_new_tokens", "1", "--train.steps", "1"]
+    _, rows = train(inputs, tmp_path / "run", *extra, "--rewards.kind", "reward_functions:always")
+    (row,) = steps_of(rows)
+    assert row["truncated_share"] > 0.8
+    cut = round(row["truncated_share"] * row["num_rollouts"])
+    assert row["num_without_verdict"] == (cut if truncated == "exclude" else 0)
+    assert row["reward"] == pytest.approx(1.0 if truncated == "exclude" else 1 - row["truncated_share"])

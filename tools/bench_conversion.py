@@ -1,0 +1,175 @@
+"""Time and memory of a conversion against a plain copy of the same bytes and against transformers' load and save.
+
+  python tools/bench_conversion.py [--work FOLDER] [--rounds 3] [--workers 2]
+
+The checkpoint is random, with Qwen2.5-Math-1.5B's shape (3.09 GB in bfloat16). Every method runs in a process of its
+own, from a source evicted from the page cache, and ends when its output is synced to disk. Methods take turns within
+a round, and ratios are taken within a round, since a disk's speed drifts; the table shows medians. Needs about
+10 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from d3s_megatron.convert import expected_hf_names, hf_shape, read_shape, save_hf_folder
+from d3s_megatron.convert.checkpoint import job, jobs
+from d3s_megatron.convert.checkpoint.memory import AnonymousPeak
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+COPY = "cp"
+# name: (source folder, arguments of the layout); exports read what the import of the same layout wrote
+METHODS = {
+    COPY: ("hf", None),
+    "import TP1": ("hf", (1, 1)),
+    "export TP1": ("import TP1", None),
+    "import TP2 x PP2": ("hf", (2, 2)),
+    "export TP2 x PP2": ("import TP2 x PP2", None),
+    "transformers load and save": ("hf", None),
+}
+
+
+def make_source(folder: Path) -> None:
+    """Write the random checkpoint."""
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(CONFIG))
+        shape = read_shape(CONFIG)
+        generator = torch.Generator().manual_seed(0)
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name in expected_hf_names(shape):
+                bits = torch.randint(-(2**14), 2**14, hf_shape(shape, name), generator=generator, dtype=torch.int16)
+                yield name, bits.view(torch.bfloat16)
+
+        save_hf_folder(folder, shape, tensors(), scratch)
+
+
+def evict(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def sync(folder: Path) -> None:
+    """Wait until a folder's files are on disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def convert(method: str, source: Path, out: Path, workers: int) -> None:
+    """Do one method, synced to disk."""
+    _, layout = METHODS[method]
+    if method == COPY:
+        subprocess.run(["cp", "-r", source, out], check=True)
+        sync(out)
+    elif method.startswith("transformers"):
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(out)
+        sync(out)
+    elif layout:
+        job.run(jobs.import_job(source, out, *layout), workers)
+    else:
+        job.run(jobs.export_job(source, out), workers)
+
+
+def one(method: str, source: Path, out: Path, workers: int) -> None:
+    """Run in a process of its own; prints seconds and bytes. Starting Python is not counted, planning is."""
+    if method.startswith("transformers"):
+        import transformers  # noqa: F401  (its import is no part of the conversion)
+    with AnonymousPeak() as memory:
+        started = time.perf_counter()
+        convert(method, source, out, workers)
+        seconds = time.perf_counter() - started
+    print(json.dumps([seconds, memory.peak, memory.added]))
+
+
+def bench(work: Path, rounds: int, workers: int) -> str:
+    """Markdown table of the medians."""
+    make_source(work / "hf")
+    nbytes = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
+    results: dict[str, list[list[float]]] = {name: [] for name in METHODS}
+    for _ in range(rounds):
+        for name, (source, _) in METHODS.items():
+            out = work / name
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            evict(work / source)
+            command = [sys.executable, __file__, "--one", name, str(work / source), str(out), "--workers", str(workers)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            results[name].append(json.loads(done.stdout.splitlines()[-1]))
+            if not name.startswith("import"):
+                shutil.rmtree(out)
+        for name in METHODS:
+            shutil.rmtree(work / name, ignore_errors=True)
+    lines = [
+        f"{nbytes / 1e9:.2f} GB in bfloat16, {workers} workers, {os.cpu_count()} cores, median of {rounds} rounds, "
+        "source evicted, output synced",
+        "",
+        "| method | seconds | GB/s | time / cp (range) | peak anonymous MB | of it for the conversion |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, runs in results.items():
+        seconds, peak, added = (statistics.median(run[i] for run in runs) for i in range(3))
+        ratios = sorted(run[0] / copy[0] for run, copy in zip(runs, results[COPY], strict=True))
+        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+        memory = "- | -" if name == COPY else f"{peak / 1e6:.0f} | {added / 1e6:.0f}"
+        lines.append(f"| {name} | {seconds:.1f} | {nbytes / 1e9 / seconds:.2f} | {ratio} | {memory} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="folder on the disk to be measured (default: a temporary one)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="threads of our conversions (%(default)s)")
+    parser.add_argument("--one", nargs=3, metavar=("METHOD", "SOURCE", "OUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        method, source, out = options.one
+        one(method, Path(source), Path(out), options.workers)
+        return
+    work = Path(tempfile.mkdtemp(dir=options.work, prefix="bench-conversion-"))
+    try:
+        print(bench(work, options.rounds, options.workers))
+    finally:
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()

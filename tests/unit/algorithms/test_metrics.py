@@ -37,6 +37,7 @@ def test_every_number_by_hand():
             "advantage_variance_kept": sum((a - mean) ** 2 for a in kept) / 2,
             "effective_samples": sum(map(abs, kept)) ** 2 / square,
             "sign_balance": 1 / 3,
+            "truncated_share": 0.0,
             "response_length": 4.5,
             "response_length_kept": got["response_length_kept"],
         },

@@ -30,6 +30,7 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _DOMAIN = re.compile(
     r"(?<=\S)(?:,|\\text\{\s*(?:where|for|with)\s*\}|\\q?quad|\s){1,8}[a-z]\s*\\in\s*\\mathbb\s*\{?[ZNQRC]\}?[\s.$]*$"
 )
+_GREEK = "alpha|beta|gamma|theta|lambda|mu|rho|sigma|tau|omega|phi"
 _REALS = re.compile(r"\\mathbb\s*\{?R\}?|\\R(?![a-zA-Z])|^\s*\\text\{\s*all reals?(?: numbers)?\s*\}\s*$")
 _RULES: list[tuple[re.Pattern[str], Any]] = [
     (_DOMAIN, ""),
@@ -61,6 +62,9 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\text\{([ei])\}"), r"\1"),
     (re.compile(r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}"), ", "),
     (re.compile(r",?\s+(?:and|or)\s+(?=[^a-zA-Z]|[a-zA-Z]\b)"), ", "),
+    (re.compile(r"\\text\{a(sin|cos|tan)\s*\}"), r"\\arc\1 "),
+    (re.compile(r"^(?:\s*\(\d\)){2,}\s*$"), lambda m: ", ".join(re.findall(r"\(\d\)", m.group()))),  # of statements
+    (re.compile(r"(?<=\d:\d\d)\s*\(?([ap])\.?\s?m\b\.?\)?", re.IGNORECASE), r"\\text{\1m}"),
     (re.compile(r"\\text\{(sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan|max|min)\s*\}"), r"\\\1 "),
     (re.compile(r"\\(?:leq|leqslant)(?![a-zA-Z])"), r"\\le"),
     (re.compile(r"\\(?:geq|geqslant)(?![a-zA-Z])"), r"\\ge"),
@@ -85,6 +89,7 @@ _RULES: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<![a-zA-Z\\])(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![a-z])"), r"\\\1 "),
     (re.compile(r"(?<![a-zA-Z\\])sqrt(?![a-zA-Z])"), r"\\sqrt"),
     (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(rf"(?<![a-zA-Z\\])({_GREEK})(?![a-zA-Z])"), r"\\\1 "),
     (re.compile(r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(r"^\s*([a-z])\s*(?=(?:\[[^()\[\]]*,[^()\[\]]*[\])]|\([^()\[\]]*,[^()\[\]]*\])\s*$)"), r"\1\\in "),
     (re.compile(r"^\s*\]([^()\[\]]*,[^()\[\]]*)(?=[\[\]]\s*$)"), r"(\1"),

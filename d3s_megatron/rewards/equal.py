@@ -86,6 +86,8 @@ def _same(gold: Shape, answer: Shape) -> bool:
         return _same_words(gold, answer)
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return same_relation(gold, answer, _same)
+    if isinstance(gold, Ratio) or isinstance(answer, Ratio):
+        return _same_ratio(gold, answer)
     if isinstance(gold, Value) and isinstance(answer, Value):
         return same_value(gold.text, answer.text)
     if isinstance(gold, Items) or isinstance(answer, Items):
@@ -96,8 +98,6 @@ def _same(gold: Shape, answer: Shape) -> bool:
         return gold.closed == answer.closed and _same(gold.low, answer.low) and _same(gold.high, answer.high)
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         return gold.bars == answer.bars and _same_rows(gold, answer)
-    if isinstance(gold, Ratio) and isinstance(answer, Ratio):
-        return _in_order(gold.parts, answer.parts)
     return False
 
 
@@ -117,6 +117,34 @@ def _same_words(gold: Shape, answer: Shape) -> bool:
         return None
 
     return words(gold) is not None and words(gold) == words(answer)
+
+
+def _same_ratio(gold: Shape, answer: Shape) -> bool:
+    """Proportional terms, or the fraction of two; a time of day is compared term by term."""
+    if isinstance(gold, Ratio) and isinstance(answer, Ratio):
+        if _in_order(gold.parts, answer.parts):
+            return True
+        if len(gold.parts) != len(answer.parts):
+            return False
+    if any(isinstance(side, Ratio) and _is_time(side) for side in (gold, answer)):
+        return False
+    g, a = _quotients(gold), _quotients(answer)
+    return g is not None and a is not None and _in_order(g, a)
+
+
+def _quotients(shape: Shape) -> tuple[Shape, ...] | None:
+    """Every term over the last one; of a fraction, itself."""
+    if isinstance(shape, Value) and ("/" in shape.text or r"\frac" in shape.text):
+        return (shape,)
+    if not isinstance(shape, Ratio) or not all(isinstance(part, Value) for part in shape.parts):
+        return None
+    terms = [part.text for part in shape.parts if isinstance(part, Value)]
+    return tuple(Value(rf"\frac{{{term}}}{{{terms[-1]}}}") for term in terms[:-1])
+
+
+def _is_time(ratio: Ratio) -> bool:
+    last = ratio.parts[-1]
+    return isinstance(last, Value) and bool(re.match(r"\s*[0-5]\d(?!\d)", last.text))
 
 
 def _in_order(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:

@@ -300,7 +300,7 @@ class _Reader:
     def _operand(self) -> Node:
         """The argument of a function: a bracket, or the factors up to the next operator or function."""
         if self._peek() in ("(", "[", "{", "|"):
-            return self._power()
+            return self._atom()  # \sin(x)^2 is the square of the sine
         factors = [self._signed_operand()]
         while self._starts_factor() and self._peek()[1:] not in _NAMED and self._peek() not in ("(", "["):
             factors.append(self._implicit(factors))

@@ -21,6 +21,7 @@ _MEASURES = {
 }  # fmt: skip
 _NAMES = {name: measure for measure, names in _MEASURES.items() for name in [measure, *names.split()]}
 _ONE_LETTER = {"m", "s", "h", "g", "l", "L"}  # after a number these may be units; elsewhere they are symbols
+_TELLING = {"cm", "mm", "km", "kg", "ft", "lb", "yd", "oz", "hr", "¢", "€", "£"}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 
 # Every repetition starts with a character that the one before cannot end with, so matching takes linear time.
@@ -45,7 +46,7 @@ class Quantity:
     unit: tuple[tuple[str, int], ...] | None = None  # known measures with their powers; None: no or unknown words
     percent: bool = False
     degree: bool = False
-    guess: bool = False  # the unit is one bare letter, which may be a symbol instead
+    guess: str = ""  # the whole text, where its unit may be a product of symbols instead
 
 
 def take_off_unit(text: str) -> Quantity:
@@ -65,16 +66,24 @@ def take_off_unit(text: str) -> Quantity:
     match = _TEXT_UNIT.search(text)
     if match and _can_be_counted(text[: match.start()]) and not _NO_UNIT.search(match.group(1)):
         return _with_unit(text[: match.start()].strip(), re.sub(r"\\text\{([^{}]*)\}", r" \1 ", match.group(1)))
-    if (match := _BARE_UNIT.search(text, max(0, len(text) - _LONGEST_UNIT))) and _NUMBER_END.search(
-        text[: match.start()].strip()
-    ):
-        words = match.group(1)
-        unit = _read_unit(words)
-        if unit is not None and (len(words.strip(" .")) > 1):
-            return _with_unit(text[: match.start()].strip(), words)
-        if words.strip() in _ONE_LETTER:
-            return Quantity(text[: match.start()].strip(), unit, guess=True)
-    return Quantity(text)
+    return _take_off_bare_unit(text) or Quantity(text)
+
+
+def _take_off_bare_unit(text: str) -> Quantity | None:
+    """A unit without \\text: sure where it is a long or telling word behind a space, else only a guess (2mg, 6 m)."""
+    match = _BARE_UNIT.search(text, max(0, len(text) - _LONGEST_UNIT))
+    if not match or not _NUMBER_END.search(body := text[: match.start()].strip()):
+        return None
+    words, apart = match.group(1), text[match.start() - 1].isspace()
+    unit = _read_unit(words)
+    if unit is None:
+        return None
+    names = re.findall(r"[a-zA-Z¢€£]+", words)
+    if apart and all(len(name) > 2 or name in _TELLING for name in names):
+        return _with_unit(body, words)
+    if words.strip() in _ONE_LETTER or apart and len(words.strip()) > 1:
+        return Quantity(body, unit, guess=text)
+    return None
 
 
 def units_conflict(a: Quantity, b: Quantity) -> bool:

@@ -34,7 +34,8 @@ def same_value(gold: str, answer: str) -> bool:
 def is_readable(text: str) -> bool:
     """Whether one value is understood, and not only compared by its spelling."""
     text = _plain(text)
-    body = take_off_unit(text).body
+    quantity = take_off_unit(text)
+    body = quantity.guess or quantity.body
     if re.fullmatch(r"\s*[-+]?\s*\\(?:infty|emptyset)\s*", body) or _BASED.fullmatch(text) or read_number(body):
         return True
     if re.fullmatch(r"[-+]?\d{2001,}", body):
@@ -73,11 +74,13 @@ def _same_in_base(gold: str, answer: str) -> bool:
 
 def _same_quantity(gold: Quantity, answer: Quantity) -> bool:
     if gold.guess and answer.unit != gold.unit:  # in a gold "6m" the m is a symbol
-        gold = Quantity(gold.body + " " + (gold.unit[0][0] if gold.unit else ""))
+        gold = Quantity(gold.guess)
+    if answer.guess and gold.unit is None and not read_number(gold.body):  # and so it is in the answer to a formula
+        answer = Quantity(answer.guess)
     if units_conflict(gold, answer):
         return False
     if _same_body(gold.body, answer.body):
-        return not (answer.guess and gold.unit is None and not read_number(gold.body))
+        return True
     if gold.percent != answer.percent:
         with_sign, other = (gold, answer) if gold.percent else (answer, gold)
         number = read_number(with_sign.body)
@@ -117,4 +120,6 @@ def _degrees_to_radians(text: str) -> str:
 
 
 def _same_number(gold: Decimal, answer: Decimal) -> bool:
+    if gold.step and answer.step:
+        return gold.value == answer.value
     return gold.value == answer.value or rounds_to(gold, answer.value) or rounds_to(answer, gold.value)

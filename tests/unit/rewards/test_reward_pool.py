@@ -32,10 +32,25 @@ def say(*values):
     return [(f"say {value}", "") for value in values]
 
 
-def wait_for_end(pids, seconds=20):
+ZOMBIE = psutil.STATUS_ZOMBIE
+
+
+def descendants():
+    """Process id -> status of everything below this process."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            found[child.pid] = child.status()
+        except psutil.NoSuchProcess:
+            pass  # it ended between the two calls
+    return found
+
+
+def wait_for_end(pids, at_most=0, seconds=20):
+    """The ones of `pids` still there once no more than `at_most` are, or after `seconds`."""
     deadline = time.monotonic() + seconds
-    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while len(alive := [pid for pid in pids if psutil.pid_exists(pid)]) > at_most and time.monotonic() < deadline:
+        time.sleep(0.02)
     return alive
 
 
@@ -135,16 +150,20 @@ def test_workers_are_reused_and_replaced(pool, monkeypatch):
 
 
 def test_no_process_is_left_and_none_is_a_zombie(pool):
-    before = set(psutil.Process().children(recursive=True))
+    before = set(descendants())
     pool.map([("die", ""), ("spin", ""), ("raise", ""), *say(*range(50))])
-    deadline = time.monotonic() + 20
-    while len(set(psutil.Process().children(recursive=True)) - before) > 2:  # the idle workers
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    children = psutil.Process().children(recursive=True)
-    assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
+    wait_for_end(set(descendants()) - before, at_most=2)  # the idle workers stay
+    children = descendants()
+    assert len(set(children) - before) <= 2 and ZOMBIE not in children.values()
     pool.close()
-    assert not wait_for_end([child.pid for child in children])
+    assert not wait_for_end(children)
+
+
+def test_kills_leave_no_descriptor_open(pool):
+    pool.map([("die", "")] * 3)
+    before = len(os.listdir("/proc/self/fd"))
+    pool.map([("die", "")] * 20)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_killed_worker_and_a_killed_nursery_are_replaced(pool):

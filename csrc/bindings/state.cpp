@@ -4,10 +4,6 @@
 
 namespace py = pybind11;
 
-#ifndef D3S_CUDA_STATE
-#define D3S_CUDA_STATE "not built"
-#endif
-
 void bind_state(py::module_& m) {
   m.attr("INTERFACE") = D3S_INTERFACE;
   m.def("state", [] {

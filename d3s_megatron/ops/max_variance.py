@@ -7,6 +7,7 @@ from torch import Tensor
 
 from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import require, require_vector
+from d3s_megatron.ops.cuda import cuda_kernels, select_variance
 
 TIE_TOLERANCE = 1e-12  # splits whose variances are this close, relatively, are one: float64 noise must not choose
 
@@ -27,8 +28,15 @@ def max_variance_subset(values: Tensor, m: int, tie_key: Tensor, segments: Tenso
     ext = extension.module()
     if ext is not None and values.device.type == "cpu":
         mask = torch.empty(len(values), dtype=torch.bool)
-        ext.max_variance_subset(values, int(m), tie_key, segments, mask)
+        segments = None if segments is None else segments.contiguous()
+        ext.max_variance_subset(values.contiguous(), int(m), tie_key.contiguous(), segments, mask)
         return mask
+    kernels = cuda_kernels(ext, values)
+    if kernels is not None:
+        segments = None if segments is None else segments.contiguous()
+        chosen = select_variance(kernels, values.contiguous(), int(m), tie_key.contiguous(), segments)
+        if chosen is not None:
+            return chosen
     finite = values.isfinite()
     if not bool(finite.all()):
         at = int((~finite).nonzero()[0])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron.ops import extension
+from d3s_megatron.ops.cuda import cuda_kernels
 
 BLOCK_ON_CPU = 1 << 20  # logits a block of rows holds: 4 MB of float32, which stays in a cache
 BLOCK_ON_GPU = 1 << 26  # a GPU wants long launches; 256 MB is still small beside the logits
@@ -137,9 +138,9 @@ def _compiled(logits: Tensor) -> ModuleType | None:
     ext = extension.module()
     rows_apart = logits.shape[1] <= 1 or logits.stride(1) == 1
     rows_apart = rows_apart and (len(logits) <= 1 or logits.stride(0) >= logits.shape[1])
-    if ext is None or logits.device.type != "cpu" or logits.dtype == torch.float64 or not rows_apart:
+    if ext is None or logits.dtype == torch.float64 or not rows_apart:
         return None
-    return ext
+    return ext if logits.device.type == "cpu" else cuda_kernels(ext, logits)
 
 
 class RunningStats:
@@ -154,8 +155,8 @@ class RunningStats:
 
     def add(self, logits: Tensor, local_targets: Tensor, num_valid: int, inv_temperature: float) -> None:
         """Take in logits [T, columns]; local_targets [T] is the target's column in this tile, or -1."""
-        if self.ext is None:
-            accumulate(self.total, reference_stats(logits, local_targets, num_valid, inv_temperature), inv_temperature)
+        if self.ext is None or logits.is_cuda:
+            accumulate(self.total, stats(logits, local_targets, num_valid, inv_temperature), inv_temperature)
             return
         flat, threads = self.total.view(-1), torch.get_num_threads()
         state, target = flat[: 3 * len(logits)], self.total[3]
@@ -168,8 +169,13 @@ class RunningStats:
 
 def stats(logits: Tensor, local_targets: Tensor, num_valid: int, inv_temperature: float) -> Tensor:
     """`reference_stats` by the fastest backend at hand."""
-    if _compiled(logits) is None:
+    kernels = _compiled(logits)
+    if kernels is None:
         return reference_stats(logits, local_targets, num_valid, inv_temperature)
+    if logits.is_cuda:
+        out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+        kernels.row_stats(logits, local_targets.contiguous(), num_valid, inv_temperature, out.view(-1))
+        return out
     running = RunningStats(len(logits), logits)
     running.add(logits, local_targets, num_valid, inv_temperature)
     return running.result()
@@ -193,6 +199,7 @@ def backward(
     m, log_z, entropy = (x.contiguous() for x in saved)
     local_targets, grad_log_prob = local_targets.contiguous(), grad_log_prob.contiguous()
     grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+    threads = () if logits.is_cuda else (torch.get_num_threads(),)
     ext.row_backward(
         logits,
         out,
@@ -204,7 +211,7 @@ def backward(
         entropy,
         grad_log_prob,
         grad_entropy,
-        torch.get_num_threads(),
+        *threads,
     )
 
 

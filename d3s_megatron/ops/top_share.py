@@ -12,6 +12,7 @@ from torch import Tensor
 
 from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import require, require_vector
+from d3s_megatron.ops.cuda import cuda_kernels, select_share
 from d3s_megatron.types import Reduce
 
 LAST = (1 << 63) - 1  # the largest (uid, position) coordinate: a cut there takes every tie
@@ -79,6 +80,11 @@ def _select(
     ext = extension.module()
     if ext is not None and scores.device.type == "cpu":
         return fast_select(ext, scores.contiguous(), rho, uid.contiguous(), position.contiguous(), reduce, want_mask)
+    kernels = cuda_kernels(ext, scores)
+    if kernels is not None:
+        return device_select(
+            kernels, scores.contiguous(), rho, uid.contiguous(), position.contiguous(), reduce, want_mask
+        )
     cut = reference_cut(scores, rho, uid, position, reduce)
     return cut, cut.mask(scores, uid, position) if want_mask else None
 
@@ -281,3 +287,28 @@ def _bracket(top: Any, counts: Tensor, share: float, n: int, reduce: Reduce) -> 
     if above[1] >= weight:
         low_key = LEAST_KEY
     return max(low_key, LEAST_KEY), min(high_key, LARGEST_KEY)
+
+
+# ---- on a GPU ----
+
+
+def device_select(
+    kernels: Any, scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce, want_mask: bool
+) -> tuple[ShareCut, Tensor | None]:
+    """The same selection with its state on the device: one look back at the count, one at the result."""
+    n = int(reduce(torch.tensor([len(scores)], device=scores.device), "sum"))
+    k = num_top(rho, n)
+    mask = torch.zeros(len(scores), dtype=torch.bool, device=scores.device) if want_mask else None
+    if n == 0:
+        return ShareCut(math.inf, LAST, LAST, 0, 0), mask
+    state = select_share(kernels, scores, uid, position, k, n, reduce, mask)
+    key, tie_uid, tie_position, _, _, done, num_nan, num_inf = state.tolist()
+    refuse_not_finite(num_nan, num_inf, n)
+    order = ~key & 0xFFFFFFFF  # ascending keys of the floats, as in csrc/include/d3s/top_share.hpp
+    bits = order ^ 0x80000000 if order >> 31 else ~order & 0xFFFFFFFF
+    threshold = torch.tensor(bits - (bits >> 31 << 32), dtype=torch.int32).view(torch.float32).item()
+    sign = 1 << 63  # uid and position are kept with their sign bit turned, so that unsigned order is theirs
+    tie_uid = LAST if done == 1 else (tie_uid % (1 << 64) ^ sign) - ((tie_uid % (1 << 64) ^ sign) >> 63 << 64)
+    tie_position %= 1 << 64
+    tie_position = LAST if done in (1, 2) else (tie_position ^ sign) - ((tie_position ^ sign) >> 63 << 64)
+    return ShareCut(threshold, tie_uid, tie_position, k, n), mask

@@ -4,8 +4,9 @@ Rules:
 - An answer has `deadline_seconds` in all. The first try may use FIRST_TRY of it; what hangs or crashes there is tried
   once more in the rest, in another process. Then its status is `timeout` or `crash` and it has no value.
 - `num_workers` answers are judged at a time. One that takes longer than a moment no longer counts: it keeps its own
-  process, at low priority, until its deadline, and another worker takes the place, so one hostile answer in eight does
-  not hold up the rest. At most EXTRA such processes stand beside the working ones.
+  process until its deadline, and another worker takes the place, so one hostile answer in eight does not hold up the
+  rest. At most EXTRA such processes stand beside the working ones. (Their priority is not lowered: on a loaded machine
+  an honest answer that was slow once would never get its turn, and the reward would depend on the load.)
 - A worker is replaced after ANSWERS_PER_WORKER answers, so that caches of the mathematics library cannot grow for ever.
 """
 
@@ -32,8 +33,7 @@ SECOND_TRY = 0.5  # what is left over pays for killing, forking and waiting for 
 EXTRA = 32  # slow answers that may keep a process each, beside the working ones
 ANSWERS_PER_WORKER = 5000
 MOST_AT_ONCE = 16  # answers handed to a worker in one message; it replies to each
-_SLOW_SECONDS = 0.05  # longer than ordinary answers take; doubled in a batch at every false alarm
-_SLOW_NICENESS = 19
+_SLOW_SECONDS = 0.1  # longer than ordinary answers take; doubled in a batch at every false alarm
 _SETUP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -66,7 +66,8 @@ class _Worker:
     num_answers: int = 0
     jobs: deque[_Job] = field(default_factory=deque)  # handed out; it is at the first
     started: float = 0.0  # when it began the first
-    slow: bool = False  # it no longer counts as working, and its priority is low
+    slow: bool = False  # it no longer counts as working
+    ends: bool = False  # after this answer, as what else it was given has gone to others
 
 
 class WorkerPool:
@@ -171,9 +172,10 @@ class WorkerPool:
                     if now - worker.started > self._limit(worker):
                         stop(worker, "timeout")
                     elif not worker.slow and now - worker.started > self._slow:
-                        self._lower_priority(worker)
-                        while len(worker.jobs) > 1:  # the rest need not wait for it; it is ended after this answer
+                        worker.slow = True
+                        while len(worker.jobs) > 1:  # the rest need not wait for it
                             waiting.appendleft(worker.jobs.pop())
+                            worker.ends = True
         assert all(result is not None for result in results)
         return results  # type: ignore[return-value]
 
@@ -197,22 +199,16 @@ class WorkerPool:
         worker.started = time.monotonic()
         self._busy.add(worker)
         if jobs[0].retry:
-            self._lower_priority(worker)  # it is known for a hard one, and needs no place among the working
+            worker.slow = True  # it is known for a hard one, and needs no place among the working
         return worker
 
     def _take_back(self, worker: _Worker) -> None:
         self._busy.discard(worker)
-        if worker.slow or worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
+        worker.slow = False
+        if worker.ends or worker.num_answers >= ANSWERS_PER_WORKER or len(self._idle) >= self._num_workers:
             self._discard(worker)
         else:
             self._idle.append(worker)
-
-    def _lower_priority(self, worker: _Worker) -> None:
-        worker.slow = True
-        try:
-            os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICENESS)
-        except (ProcessLookupError, PermissionError):
-            pass  # it has just ended, or this system does not allow it; the deadline stands either way
 
     def _spawn(self) -> _Worker:
         try:

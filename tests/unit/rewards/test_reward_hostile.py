@@ -1,7 +1,7 @@
 """Answers made to hang, to grow or to run: judged in bounded time, without side effects, and never paid."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3s_megatron.rewards.extract import final_answer
@@ -72,6 +72,7 @@ def test_the_box_is_found_in_linear_time(text):
     assert final_answer(text) is None
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=r"0123456789xyi+-*/^_=<>(){}[]|\,.! $%&" + "abcdefghijklmnopqrstuvw", max_size=40))
 def test_no_text_breaks_the_judge(text):
     value, status = judge(rf"\boxed{{{text}}}", "123454321")

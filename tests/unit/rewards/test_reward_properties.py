@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import mpmath
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3s_megatron.rewards.equal import equal, is_parsable
@@ -21,22 +21,26 @@ def spellings(value: Fraction) -> list[str]:
     return [rf"\frac{{{n}}}{{{d}}}", f"{n}/{d}", rf"\dfrac{{{3 * n}}}{{{3 * d}}}", rf"{n} \div {d}", rf"({n})/({d})"]
 
 
+@settings(deadline=None)
 @given(FRACTIONS)
 def test_a_fraction_equals_itself_in_every_spelling(value):
     assert all(equal(gold, answer) for gold in spellings(value) for answer in spellings(value))
 
 
+@settings(deadline=None)
 @given(FRACTIONS, FRACTIONS)
 def test_fractions_are_equal_only_where_their_values_are(a, b):
     assert equal(spellings(a)[0], spellings(b)[1]) == (a == b)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**15), st.integers(3, 40))
 def test_the_last_digit_of_a_decimal_counts(digits, places):
     a, b = (f"0.{number:0{places}d}" for number in (digits % 10**places, (digits + 1) % 10**places))
     assert not equal(a, b)
 
 
+@settings(deadline=None)
 @given(st.integers(-200, 200), st.integers(-200, 200), st.integers(-200, 200))
 def test_expanded_and_factored_forms_are_equal(a, b, c):
     expanded = f"x^2 + ({a + b}) x + ({a * b})"
@@ -44,6 +48,7 @@ def test_expanded_and_factored_forms_are_equal(a, b, c):
     assert equal(f"(x+({a}))(x+({b}))", f"(x+({a}))(x+({c}))") == (b == c)
 
 
+@settings(deadline=None)
 @given(st.lists(INTEGERS, min_size=2, max_size=6), st.randoms(use_true_random=False))
 def test_order_matters_in_tuples_and_not_in_lists(values, random):
     shuffled = random.sample(values, len(values))
@@ -52,6 +57,7 @@ def test_order_matters_in_tuples_and_not_in_lists(values, random):
     assert equal(f"({gold})", f"({answer})") == (values == shuffled)
 
 
+@settings(deadline=None)
 @given(INTEGERS)
 def test_thousands_marks_change_nothing(value):
     assert equal(str(value), f"{value:,}")

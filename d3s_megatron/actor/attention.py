@@ -24,7 +24,8 @@ class PackedRow(PackedSeqParams):
     """Borders of a packed row as megatron-core hands them from layer to layer, made by `pack_row`."""
 
     position_ids: Tensor = field(default=None)  # [T]
-    blocks: tuple[tuple[Tensor, Tensor], ...] = ()  # (row index [m, L], valid [m, L]) of each rectangle
+    blocks: tuple[Tensor, ...] = ()  # row indices [m, L] of each rectangle; those of padding point at row 0
+    source: Tensor = field(default=None)  # [T] where each row stands in the rectangles, laid end to end
 
 
 def pack_row(cu_seqlens: Tensor, position_ids: Tensor, device: torch.device) -> PackedRow:
@@ -37,12 +38,14 @@ def pack_row(cu_seqlens: Tensor, position_ids: Tensor, device: torch.device) -> 
             groups[-1].append(i)
         else:
             groups.append([i])
-    blocks = []
+    blocks, source, laid = [], torch.empty(sum(lengths), dtype=torch.int64), 0
     for group in groups:
         offsets = torch.arange(lengths[group[0]])
         valid = offsets[None, :] < torch.tensor([lengths[i] for i in group])[:, None]
         index = (torch.tensor([starts[i] for i in group])[:, None] + offsets[None, :]).masked_fill(~valid, 0)
-        blocks.append((index.to(device), valid.to(device)))
+        source[index[valid]] = laid + valid.flatten().nonzero().flatten()
+        laid += valid.numel()
+        blocks.append(index.to(device))
     return PackedRow(
         # Not "thd": megatron-core then leaves [T, 1, ...] and the rotary embedding below alone.
         qkv_format="sbhd",
@@ -52,6 +55,7 @@ def pack_row(cu_seqlens: Tensor, position_ids: Tensor, device: torch.device) -> 
         max_seqlen_kv=max(lengths),
         position_ids=position_ids.to(device),
         blocks=tuple(blocks),
+        source=source.to(device),
     )
 
 
@@ -74,16 +78,16 @@ class PackedDotProductAttention(MegatronModule):
     ) -> Tensor:  # [T, 1, h * d]
         assert isinstance(packed_seq_params, PackedRow), "rows reach the model through pack_row"
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        out = torch.zeros_like(query)
         grouped = key.shape[1] != query.shape[1]
-        for index, valid in packed_seq_params.blocks:
+        laid = []
+        for index in packed_seq_params.blocks:
             q, k, v = (t[index].transpose(1, 2) for t in (query, key, value))  # [m, heads, L, d]
             # Padding stands after the last token of its sample, so the causal mask alone hides it.
             block = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
-            ).transpose(1, 2)
-            out = out.index_put((index[valid],), block[valid])
-        return out.flatten(1).unsqueeze(1)
+            )
+            laid.append(block.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * L, h * d]
+        return torch.cat(laid).index_select(0, packed_seq_params.source).unsqueeze(1)
 
 
 class PackedRotaryEmbedding(nn.Module):

@@ -13,17 +13,38 @@ class ActorConfig:
     tensor_model_parallel_size: int = 1
     """Ranks that share every layer's matrices (TP)."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages (PP); the number of layers must be divisible by it."""
+    """Pipeline stages (PP); the layers that first and last stage leave over must be divisible by the others."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage, beside the embedding; unset gives it as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage, beside the output layer; unset gives it as many as the others."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Chunks of layers per stage (VPP); 2 or more shorten the pipeline's bubble and need PP of at least 2."""
+    context_parallel_size: int = 1
+    """Ranks that share one sequence (CP); more than 1 needs Transformer Engine's attention and is refused."""
     sequence_parallel: bool = False
     """Split activations between the matrices over the TP ranks too; needs TP of at least 2."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the forward pass; gradients and main weights are float32 always."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel ranks while the backward pass still runs."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass: none, the attention's, or those of whole layers."""
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients into the float32 buffer inside the GEMM; off by itself without NVIDIA Apex's kernel."""
+    offload_between_phases: bool = False
+    """Move optimizer state and gradients to the host while rollouts are made; does nothing without a GPU."""
+    gather_rows: bool = True
+    """Run the output layer on the scored rows only; off computes every row and masks, for comparison."""
+    truncate_samples: bool = True
+    """End samples after their last kept token in the update; off runs them whole, for comparison."""
     max_tokens_per_microbatch: int = 16384
     """Packed tokens of one micro-batch; a longer rollout gets a micro-batch of its own."""
     max_logits_mb: int = 512
-    """Memory for logits in the scoring pass, per rank, in MiB; the output layer runs in row chunks below it."""
+    """Memory for logits per rank and micro-batch, in MiB: scoring runs the output layer in row chunks below it, and
+    an update whose logits would not fit makes them tile by tile, twice."""
     vocab_padding_multiple: int = 128
     """The vocabulary of each TP rank is padded to a multiple of it; padded columns never take part."""
     timeout_minutes: float = 10.0
@@ -33,6 +54,8 @@ class ActorConfig:
         for name in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
             "max_tokens_per_microbatch",
             "max_logits_mb",
             "vocab_padding_multiple",
@@ -44,6 +67,28 @@ class ActorConfig:
                 "actor.sequence_parallel is true with actor.tensor_model_parallel_size 1: "
                 "switch it off, or give 2 or more tensor-parallel ranks"
             )
+        if self.context_parallel_size > 1:
+            raise ValueError(
+                f"actor.context_parallel_size is {self.context_parallel_size}: this build attends with torch, which "
+                "cannot split a sequence over ranks as Transformer Engine does; give 1, and spread long sequences "
+                "with tensor parallelism, sequence_parallel and recompute"
+            )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        for name in uneven:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"actor.{name} is {value}: a stage needs at least 1 layer")
+        if self.pipeline_model_parallel_size > 1:
+            return
+        for name, default in (("virtual_pipeline_model_parallel_size", 1), *((name, None) for name in uneven)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"actor.{name} is {getattr(self, name)} with actor.pipeline_model_parallel_size 1: "
+                    "leave it out, or give 2 or more pipeline stages"
+                )
 
 
 @dataclass(frozen=True)

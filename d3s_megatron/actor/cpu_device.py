@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -73,6 +74,9 @@ def install() -> None:
     torch.cuda.current_stream = lambda *args, **kwargs: _Inert()  # 0.19 asks for streams; a CUDA build would raise
     torch.cuda.default_stream = lambda *args, **kwargs: _Inert()
     torch.cuda.Stream = torch.cuda.stream = torch.cuda.Event = _Inert
+    # Activation recompute keeps the CUDA generator's state; with dropout 0 there is nothing to keep.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.zeros(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
-from d3s_megatron.actor.model import DTYPES, build_model
+from d3s_megatron.actor.model import DTYPES, ActorModel, build_model
 from d3s_megatron.actor.packing import fill_up, pack, split_rows
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
 from d3s_megatron.actor.passes import Head, LossFn, score_pass, update_pass
@@ -61,28 +61,34 @@ class MegatronActor:
     ) -> None:
         self.config, self.layout = config, layout
         self.shape = read_shape(model_path)
-        self.head = Head(self.shape.vocab_size, temperature, config.max_logits_mb * 2**20)
+        self.head = Head(self.shape.vocab_size, temperature, config.max_logits_mb * 2**20, config.gather_rows)
         folder = HFFolder(model_path)
         with cpu_device.as_cpu():
-            self.model = build_model(self.shape, config, layout)
-            load_weights(self.model, folder, self.shape, config, layout)
+            self.chunks = build_model(self.shape, config, layout)
+            load_weights(self.chunks, folder, self.shape, config, layout)
             self.reference = None
             if with_reference:
-                self.reference = build_model(self.shape, config, layout).requires_grad_(False)
+                self.reference = [chunk.requires_grad_(False) for chunk in build_model(self.shape, config, layout)]
                 load_weights(self.reference, folder, self.shape, config, layout)
-            self.ddp = DistributedDataParallel(
-                config=self.model.config,
-                ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=config.use_distributed_optimizer,
-                    overlap_grad_reduce=False,
-                ),
-                module=self.model,
-            )
-            self.model.config.finalize_model_grads_func = _finalize
+            self.ddp = _wrap(self.chunks, config)
             self.optimizer = _make_optimizer(self.ddp, config, optimizer)
             self.scheduler = _make_scheduler(self.optimizer, optimizer, num_optimizer_steps)
-            self.model.config.grad_scale_func = self.optimizer.scale_loss
+            core_config = self.chunks[0].config  # all chunks have the same one
+            core_config.finalize_model_grads_func = _finalize
+            core_config.grad_scale_func = self.optimizer.scale_loss
+            if config.overlap_grad_reduce:
+                hooks = [chunk.no_sync for chunk in self.ddp]
+                core_config.no_sync_func = hooks[0] if len(hooks) == 1 else hooks
+
+    @property
+    def model(self) -> ActorModel:
+        """The only chunk of layers of this rank; ValueError where there are several."""
+        if len(self.chunks) > 1:
+            raise ValueError(
+                f"actor.virtual_pipeline_model_parallel_size is {len(self.chunks)}: this rank has as many chunks of "
+                "layers, which is not supported here; give 1"
+            )
+        return self.chunks[0]
 
     @property
     def lr(self) -> float:
@@ -122,27 +128,61 @@ class MegatronActor:
         rows = self._rows(samples, scored)
         losses: list[LossBatch] = [loss_batches(row) for row in rows]
         with cpu_device.as_cpu():
-            self.ddp.zero_grad_buffer()
+            for chunk in self.ddp:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
             lr = self.lr
             if not math.isfinite(totals[0]):
                 return UpdateResult(totals, math.nan, lr, stepped=False)
-            stepped, grad_norm, _ = self.optimizer.step()
+            # Looked at before the step, which would write a norm that is not finite into every weight.
+            self.optimizer.prepare_grads()
+            grad_norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(grad_norm):
+                return UpdateResult(totals, grad_norm, lr, stepped=False)
+            stepped, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
-        return UpdateResult(totals, float(grad_norm), lr, stepped=bool(stepped))
+        return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end."""
-        return weight_stream(self.model, self.shape, self.layout)
+        return weight_stream(self.chunks, self.shape, self.layout)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """As `weights`, the float32 gradients that the last update left behind, clipped where it clipped them."""
+        if self.config.use_distributed_optimizer:
+            raise ValueError("actor.use_distributed_optimizer is true: no rank has whole gradients, switch it off")
+        return weight_stream(self.chunks, self.shape, self.layout, lambda parameter: parameter.main_grad)
 
     def _rows(self, samples: Sequence[Sample], scored: Sequence[Tensor] | None) -> list[TokenBatch]:
         """This rank's rows, as many as the busiest data-parallel rank has."""
         multiple = self.layout.tp_size if self.config.sequence_parallel else 1
-        rows = pack(samples, self.config.max_tokens_per_microbatch, multiple, scored)
+        rows = pack(
+            samples, self.config.max_tokens_per_microbatch, multiple, scored, truncate=self.config.truncate_samples
+        )
         most = torch.tensor([max(1, len(rows))])
         data_parallel_reduce(self.layout)(most, "max")
-        return fill_up(rows, int(most), multiple)
+        num = int(most)
+        if self.config.virtual_pipeline_model_parallel_size > 1:  # interleaving works through whole groups of PP rows
+            num += -num % self.layout.pp_size
+        return fill_up(rows, num, multiple)
+
+
+def _wrap(chunks: Sequence[ActorModel], config: ActorConfig) -> list[DistributedDataParallel]:
+    """megatron's gradient buffers and their reduction; the buffers are float32 for any type of weights."""
+    return [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=config.use_distributed_optimizer,
+                overlap_grad_reduce=config.overlap_grad_reduce,
+            ),
+            module=chunk,
+            disable_bucketing=i > 0,  # later chunks finish while earlier ones still run: one reduction each
+        )
+        for i, chunk in enumerate(chunks)
+    ]
 
 
 def _finalize(model, num_tokens=None, **kwargs) -> None:
@@ -150,7 +190,7 @@ def _finalize(model, num_tokens=None, **kwargs) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
-def _make_optimizer(ddp, config: ActorConfig, optimizer: OptimizerConfig):
+def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, optimizer: OptimizerConfig):
     dtype = DTYPES[config.dtype]
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -166,7 +206,7 @@ def _make_optimizer(ddp, config: ActorConfig, optimizer: OptimizerConfig):
             params_dtype=dtype,
             use_distributed_optimizer=config.use_distributed_optimizer,
         ),
-        [ddp],
+        ddp,
     )
 
 

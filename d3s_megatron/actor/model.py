@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -16,7 +19,7 @@ from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.norm import RMSNorm
-from d3s_megatron.actor.parallel import Layout
+from d3s_megatron.actor.parallel import Layout, virtual_chunks
 from d3s_megatron.convert import ModelShape, check_tp, padded_vocab_size, rope_inv_freq
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -25,12 +28,48 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def check_shape(shape: ModelShape, config: ActorConfig) -> None:
     """ValueError where the model does not divide over the layout; needs no process group (faults B10, B14)."""
     check_tp(shape, config.tensor_model_parallel_size)
-    pp = config.pipeline_model_parallel_size
-    if shape.num_layers % pp:
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
+    given = [num for num in ends if num is not None]
+    left, stages = shape.num_layers - sum(given), pp - len(given)
+    if not given and left % pp:
         raise ValueError(
             f"actor.pipeline_model_parallel_size is {pp}, but the model's {shape.num_layers} layers do not divide "
-            f"by it: use a divisor of {shape.num_layers}"
+            f"by it: use a divisor of {shape.num_layers}, or give actor.num_layers_in_first_pipeline_stage or _last"
         )
+    if left < stages or (left % stages if stages else left):
+        raise ValueError(
+            f"actor.num_layers_in_first_pipeline_stage {ends[0]} and actor.num_layers_in_last_pipeline_stage {ends[1]} "
+            f"leave {left} of the model's {shape.num_layers} layers to {stages} stages, which must share them evenly"
+        )
+    for num in [*given, *([left // stages] if stages else [])]:
+        if num % vpp:
+            raise ValueError(
+                f"actor.virtual_pipeline_model_parallel_size is {vpp}, but a stage has {num} layers: "
+                f"use a divisor of {num}"
+            )
+
+
+def fuses_weight_gradients(config: ActorConfig) -> bool:
+    """Whether GEMMs add weight gradients into the buffer: wanted, and NVIDIA Apex's kernel is there (fault F02)."""
+    if not config.gradient_accumulation_fusion:
+        return False
+    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    if cpu_device.needed() or not found:
+        warnings.warn(
+            "actor.gradient_accumulation_fusion is off: it needs a GPU and NVIDIA Apex's "
+            "fused_weight_gradient_mlp_cuda (built from source; the apex on PyPI is another project)",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerConfig:
@@ -54,6 +93,9 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         attention_dropout=0.0,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_chunks(config),
+        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
         sequence_parallel=config.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -62,24 +104,26 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         perform_initialization=False,  # every weight comes from the folder; see weights.py
         calculate_per_token_loss=True,  # the loss arrives divided by its global Z, so ranks and micro-batches add up
         # Fused kernels of Apex and Transformer Engine: never needed.
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_weight_gradients(config),
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **RECOMPUTE[config.recompute],
     )
 
 
-def block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
-    """megatron-core's local layers of this stage, with attention over packed rows and our RMSNorm in them."""
+def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedDotProductAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 class ActorModel(GPTModel):
@@ -88,6 +132,11 @@ class ActorModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         return hidden_states
 
+    @property
+    def first_layer(self) -> int:
+        """Number of this chunk's first layer in the whole model, from 0."""
+        return self.decoder.layers[0].layer_number - 1
+
     def output_weight(self) -> Tensor:
         """This rank's rows of the output layer [V_tp, H], tied or not."""
         if self.share_embeddings_and_output_weights:
@@ -95,21 +144,28 @@ class ActorModel(GPTModel):
         return self.output_layer.weight
 
 
-def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> ActorModel:
-    """This rank's stage, weights not yet set; call it inside `cpu_device.as_cpu`."""
+def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> list[ActorModel]:
+    """This rank's chunks of layers (one without interleaving), weights not yet set; call it inside `as_cpu`."""
     check_shape(shape, config)
     core_config = transformer_config(shape, config)
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(shape, config, core_config, layout, i, num_chunks) for i in range(num_chunks)]
+
+
+def _build_chunk(shape, config: ActorConfig, core_config, layout: Layout, chunk: int, num_chunks: int) -> ActorModel:
+    vp_stage = chunk if num_chunks > 1 else None
     model = ActorModel(
         config=core_config,
-        transformer_layer_spec=block_spec(shape, core_config),
+        transformer_layer_spec=block_spec(shape, core_config, vp_stage),
         vocab_size=padded_vocab_size(shape.vocab_size, config.vocab_padding_multiple, layout.tp_size),
         max_sequence_length=shape.max_positions,
-        pre_process=layout.pp_rank == 0,
-        post_process=layout.is_last_stage,
+        pre_process=layout.pp_rank == 0 and chunk == 0,
+        post_process=layout.is_last_stage and chunk == num_chunks - 1,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         parallel_output=True,
+        vp_stage=vp_stage,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(rope_inv_freq(shape))
     _mark_shards(model)

@@ -19,6 +19,7 @@ from torch import Tensor
 from d3s_megatron import ops
 from d3s_megatron.types import Sample, TokenBatch
 
+PAD_SPAN = 256  # padding is cut into pieces, so that attention inside it stays cheap
 PAD_ID = 0  # any valid token id: padding is a sample of its own, never attended to and never scored
 
 
@@ -32,6 +33,7 @@ def pack(
     max_tokens: int,
     multiple_of: int = 1,
     scored: Sequence[Tensor] | None = None,
+    truncate: bool = True,
 ) -> list[TokenBatch]:
     """Rows for one rank's samples.
 
@@ -41,11 +43,12 @@ def pack(
         multiple_of: row lengths are padded to it (sequence parallelism needs the TP size).
         scored: per sample the response tokens [L] bool whose log-probs are wanted; None means all. A sample ends
             after its last scored token (nothing later can matter to it), and one without any is left out.
+        truncate: False keeps samples whole and leaves none out, for comparison.
     """
     spans = []  # tokens of each sample that enter the row
     for i, sample in enumerate(samples):
         last = len(sample.response_ids)
-        if scored is not None:
+        if scored is not None and truncate:
             picked = scored[i].nonzero().flatten()
             last = int(picked[-1]) + 1 if len(picked) else 0
         # The last scored token is a target only: no hidden state after it is ever read.
@@ -112,10 +115,12 @@ def _pad_to(row: TokenBatch, length: int) -> TokenBatch:
     padding = length - len(row.token_ids)
     if not padding:
         return row
+    start = len(row.token_ids)
+    borders = [*range(start + PAD_SPAN, length, PAD_SPAN), length]
     return TokenBatch(
         token_ids=torch.cat([row.token_ids, torch.full((padding,), PAD_ID)]),
-        position_ids=torch.cat([row.position_ids, torch.arange(padding)]),
-        cu_seqlens=torch.cat([row.cu_seqlens, torch.tensor([length])]),
+        position_ids=torch.cat([row.position_ids, torch.arange(padding) % PAD_SPAN]),
+        cu_seqlens=torch.cat([row.cu_seqlens, torch.tensor(borders)]),
         rows=row.rows,
         targets=row.targets,
         sequence=row.sequence,

@@ -45,6 +45,12 @@ def check_layout(config: ActorConfig, world_size: int) -> None:
         )
 
 
+def virtual_chunks(config: ActorConfig) -> int | None:
+    """Chunks of layers per stage as megatron-core wants them said: None without interleaving."""
+    num = config.virtual_pipeline_model_parallel_size
+    return num if num > 1 else None
+
+
 def world_size_from_env() -> int:
     """Number of processes that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -74,6 +80,7 @@ def init_parallel(config: ActorConfig) -> Layout:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_chunks(config),
         )
         if device.type == "cpu":
             # Its fork() does nothing, so attention asks for no CUDA generator.

@@ -33,6 +33,7 @@ class Head:
     vocab_size: int  # columns from here on are padding
     temperature: float
     max_logits_bytes: int
+    gather_rows: bool = True  # False: every row goes through the output layer and the loss masks, for comparison
 
 
 @dataclass(frozen=True)
@@ -79,30 +80,46 @@ def _hidden(module, micro: _Micro) -> Tensor:
 
 
 def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
-    """(log-probs [S], entropy [S]) of the scored rows, in row chunks where no gradient is wanted."""
-    states, weight = head_rows(model, hidden, micro.rows), model.output_weight()
-    chunk = len(states)
-    if not torch.is_grad_enabled():
-        chunk = max(1, head.max_logits_bytes // (4 * weight.shape[0]))
+    """(log-probs [S], entropy [S]) of the scored rows; see `_of_states` for the memory they take."""
+    if head.gather_rows:
+        return _of_states(head_rows(model, hidden, micro.rows), model.output_weight(), micro.targets, head)
+    targets = torch.zeros_like(micro.token_ids[0])
+    targets[micro.rows] = micro.targets
+    every_row = torch.arange(len(targets), device=targets.device)
+    log_probs, entropy = _of_states(head_rows(model, hidden, every_row), model.output_weight(), targets, head)
+    return log_probs[micro.rows], entropy[micro.rows]
+
+
+def _of_states(states: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """(log-probs [S], entropy [S]) of hidden states [S, H]; logits take at most `max_logits_bytes` at any time.
+
+    Without a gradient they are made in row chunks. With one they are kept for the backward pass, which puts their
+    gradient in their place (fault C13); where they would not fit, tiles of them are made twice instead.
+    """
+    settings = dict(
+        temperature=head.temperature,
+        vocab_size=head.vocab_size,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    num_fitting = max(1, head.max_logits_bytes // (states.element_size() * weight.shape[0]))
+    if torch.is_grad_enabled():
+        if len(states) > num_fitting:
+            return ops.linear_logprob(states, weight, targets, **settings)
+        num_fitting = max(1, len(states))
     parts = [
         ops.logprob_entropy(
-            states[i : i + chunk] @ weight.t(),
-            micro.targets[i : i + chunk],
-            temperature=head.temperature,
-            vocab_size=head.vocab_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            overwrite_logits=True,
+            states[i : i + num_fitting] @ weight.t(), targets[i : i + num_fitting], overwrite_logits=True, **settings
         )
-        for i in range(0, max(1, len(states)), max(1, chunk))
+        for i in range(0, max(1, len(states)), num_fitting)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def _run(module, micros: list[_Micro], step, forward_only: bool) -> list:
+def _run(chunks, micros: list[_Micro], step, forward_only: bool) -> list:
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micros),
-        model=[module],
+        data_iterator=[iter(micros) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micros),
         seq_length=micros[0].token_ids.shape[1],
         micro_batch_size=1,
@@ -121,7 +138,7 @@ def _from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def score_pass(module, rows: Sequence[TokenBatch], head: Head, layout: Layout) -> tuple[Tensor, Tensor]:
+def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of all scored positions of `rows`, in order, without a gradient.
 
     Returns:
@@ -131,15 +148,17 @@ def score_pass(module, rows: Sequence[TokenBatch], head: Head, layout: Layout) -
     def step(iterator, module):
         micro = next(iterator)
         hidden = _hidden(module, micro)
-        if not layout.is_last_stage:
+        if not _chunk(module).post_process:
             return hidden, None
         both = torch.stack(_log_probs(_chunk(module), hidden, micro, head))
         return both, lambda output, non_loss_data: output
 
-    module.eval()
+    for chunk in chunks:
+        chunk.eval()
     with torch.no_grad():
-        outputs = _run(module, _micros(rows, None, layout), step, forward_only=True)
-    module.train()
+        outputs = _run(chunks, _micros(rows, None, layout), step, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
     total = sum(len(row.rows) for row in rows)
     both = torch.zeros(2, total, device=layout.device)
     if layout.is_last_stage:
@@ -149,7 +168,7 @@ def score_pass(module, rows: Sequence[TokenBatch], head: Head, layout: Layout) -
 
 
 def update_pass(
-    module,
+    chunks,
     rows: Sequence[TokenBatch],
     losses: Sequence[LossBatch],
     loss_fn: LossFn,
@@ -162,7 +181,7 @@ def update_pass(
     def step(iterator, module):
         micro = next(iterator)
         hidden = _hidden(module, micro)
-        if not layout.is_last_stage:
+        if not _chunk(module).post_process:
             return hidden, None
         log_probs, _ = _log_probs(_chunk(module), hidden, micro, head)
 
@@ -173,7 +192,7 @@ def update_pass(
 
         return log_probs, loss_func
 
-    outputs = _run(module, _micros(rows, losses, layout), step, forward_only=False)
+    outputs = _run(chunks, _micros(rows, losses, layout), step, forward_only=False)
     total = torch.zeros(1 + num_metrics, dtype=torch.float64, device=layout.device)
     if layout.is_last_stage:
         total = torch.stack(outputs).sum(0)

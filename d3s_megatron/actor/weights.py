@@ -6,12 +6,13 @@ The names are mapped in convert/; here is only which rank holds what. A rank rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.nn import Parameter
 
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.model import ActorModel
@@ -29,19 +30,21 @@ from d3s_megatron.convert import (
 OUTPUT = "output_layer.weight"
 
 
-def _global(name: str, shape: ModelShape, layout: Layout) -> str:
-    """A parameter's name in the whole model."""
-    return global_name(name, layout.pp_rank * (shape.num_layers // layout.pp_size))
+def named_parameters(chunks: Sequence[ActorModel]) -> Iterator[tuple[str, Parameter]]:
+    """(name in the whole model, parameter) of everything this rank holds."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            yield global_name(name, chunk.first_layer), parameter
 
 
-def load_weights(model: ActorModel, folder: HFFolder, shape: ModelShape, config: ActorConfig, layout: Layout) -> None:
+def load_weights(
+    chunks: Sequence[ActorModel], folder: HFFolder, shape: ModelShape, config: ActorConfig, layout: Layout
+) -> None:
     """Fills this rank's parameters from the folder; ValueError names a tensor that is missing or of another shape."""
     padded = padded_vocab_size(shape.vocab_size, config.vocab_padding_multiple, layout.tp_size)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shard = shard_from_hf(
-                shape, _global(name, shape, layout), layout.tp_rank, layout.tp_size, padded, folder.get_slice
-            )
+        for name, parameter in named_parameters(chunks):
+            shard = shard_from_hf(shape, name, layout.tp_rank, layout.tp_size, padded, folder.get_slice)
             if shard.shape != parameter.shape:
                 raise ValueError(
                     f"{name}: the folder gives {tuple(shard.shape)}, the model wants {tuple(parameter.shape)}; "
@@ -51,15 +54,20 @@ def load_weights(model: ActorModel, folder: HFFolder, shape: ModelShape, config:
 
 
 def weight_stream(
-    model: ActorModel, shape: ModelShape, layout: Layout, bucket_bytes: int = 256 * 2**20
+    chunks: Sequence[ActorModel],
+    shape: ModelShape,
+    layout: Layout,
+    read: Callable[[Parameter], Tensor] = Tensor.detach,
+    bucket_bytes: int = 256 * 2**20,
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of the whole model, on every rank, in buckets of bounded size.
 
     A collective: every rank must draw it to its end. A tensor larger than `bucket_bytes` is a bucket of its own.
+    `read` says what is streamed of a parameter: its values, or for instance its gradient.
     """
     own = [
-        (_global(name, shape, layout), parameter.detach())
-        for name, parameter in model.named_parameters()
+        (name, read(parameter))
+        for name, parameter in named_parameters(chunks)
         if not (name == OUTPUT and shape.tied)  # the last stage's copy of a tied embedding
     ]
     headers: list[list[tuple[str, tuple[int, ...]]]] = [None] * layout.pp_size

@@ -58,7 +58,7 @@ def one_update(model: str, out: str, algorithm: str, actor: dict) -> None:
     layout = init_parallel(config)
     loss, recipe = make_loss(algorithm), make_recipe(algorithm)
     # AdamW makes a step of lr out of any gradient, however small; a larger eps keeps rounding noise small in it.
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-5)
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
     actor = MegatronActor(model, config, optimizer, layout, 0.7, 10, with_reference=True)
     prompts = [Prompt(str(i), "", tuple(range(1, 3 + i)), "") for i in range(NUM_PROMPTS)]
     assert make_requests(prompts, GROUP, 5, 0)[-1].uid == NUM_PROMPTS * GROUP - 1

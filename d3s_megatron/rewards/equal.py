@@ -90,6 +90,8 @@ def _same(gold: Shape, answer: Shape) -> bool:
         return _same_ratio(gold, answer)
     if isinstance(gold, Value) and isinstance(answer, Value):
         return same_value(gold.text, answer.text)
+    if isinstance(gold, Interval) != isinstance(answer, Interval):
+        gold, answer = _open_interval(gold), _open_interval(answer)
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _same_items(gold, answer)
     if isinstance(gold, Union) and isinstance(answer, Union):
@@ -99,6 +101,13 @@ def _same(gold: Shape, answer: Shape) -> bool:
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
         return gold.bars == answer.bars and _same_rows(gold, answer)
     return False
+
+
+def _open_interval(shape: Shape) -> Shape:
+    """(1, 4), which is read as a pair, as the open interval that it can be too."""
+    if isinstance(shape, Items) and shape.kind == "tuple" and len(shape.items) == 2:
+        return Interval(shape.items[0], shape.items[1], (False, False))
+    return shape
 
 
 def _single(shape: Shape) -> Shape:

@@ -93,8 +93,9 @@ class _Reader:
         position = self._position + ahead
         return self._tokens[position][1] if position < len(self._tokens) else ""
 
-    def _kind(self) -> str:
-        return self._tokens[self._position][0] if self._position < len(self._tokens) else ""
+    def _kind(self, ahead: int = 0) -> str:
+        position = self._position + ahead
+        return self._tokens[position][0] if position < len(self._tokens) else ""
 
     def _take(self, *expected: str) -> str:
         token = self._peek()
@@ -345,7 +346,9 @@ class _Reader:
                     name += "'"
             else:
                 break
-        if self._peek() == "(" and name.split("_")[0].rstrip("'") in _UNKNOWN_FUNCTIONS:
+        known = name.split("_")[0].rstrip("'") in _UNKNOWN_FUNCTIONS
+        at_a_number = self._kind(1) == "number" and self._peek(2) == ")"  # I(0) is no product with 0
+        if self._peek() == "(" and (known or at_a_number):
             return Node("apply", (name, self._group("(", ")")))
         if name in ("e", "i"):
             return Node(name, ())

@@ -181,20 +181,14 @@ def _as_set(shape: Shape) -> tuple[str, Shape] | None:
         sides, ops = sides[::-1], (_FLIPPED[ops[0]],)
     if len(sides) == 2 and is_name(sides[0]):
         if ops[0] in ("<", "<="):
-            return _spelling(sides[0]), _interval(Value(r"-\infty"), sides[1], False, ops[0] == "<=")
-        return _spelling(sides[0]), _interval(sides[1], Value(r"\infty"), ops[0] == ">=", False)
+            return _spelling(sides[0]), Interval(Value(r"-\infty"), sides[1], (False, ops[0] == "<="))
+        return _spelling(sides[0]), Interval(sides[1], Value(r"\infty"), (ops[0] == ">=", False))
     if len(sides) == 3 and is_name(sides[1]):
         if ops[0] in (">", ">=") and ops[1] in (">", ">="):
             sides, ops = sides[::-1], (_FLIPPED[ops[1]], _FLIPPED[ops[0]])
         if ops[0] in ("<", "<=") and ops[1] in ("<", "<="):
-            return _spelling(sides[1]), _interval(sides[0], sides[2], ops[0] == "<=", ops[1] == "<=")
+            return _spelling(sides[1]), Interval(sides[0], sides[2], (ops[0] == "<=", ops[1] == "<="))
     return None
-
-
-def _interval(low: Shape, high: Shape, low_closed: bool, high_closed: bool) -> Shape:
-    if not low_closed and not high_closed:
-        return Items("tuple", (low, high))  # as structure.py reads an open interval
-    return Interval(low, high, (low_closed, high_closed))
 
 
 def _same_inequality(gold: Shape, answer: Shape, same: Same) -> bool:

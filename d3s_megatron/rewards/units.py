@@ -87,10 +87,17 @@ def _take_off_bare_unit(text: str) -> Quantity | None:
 
 
 def units_conflict(a: Quantity, b: Quantity) -> bool:
-    """Whether both sides name known measures and these differ."""
-    if a.unit is None or b.unit is None or a.guess or b.guess:
-        return False
-    return a.unit != b.unit
+    """Whether both sides name known measures, degrees or percent, and these differ."""
+    measures = [_measured_in(quantity) for quantity in (a, b)]
+    return None not in measures and measures[0] != measures[1]
+
+
+def _measured_in(quantity: Quantity) -> object | None:
+    if quantity.percent:
+        return "percent"
+    if quantity.degree:
+        return "degree"
+    return None if quantity.guess else quantity.unit
 
 
 def _can_be_counted(body: str) -> bool:

@@ -437,6 +437,18 @@ CASES = {
         (r"\frac{\cos (2 t)}{15}+C_{1} e^{t}", r"C_1e^t+\frac{1}{15}\cos 2t", True),
         (r"\frac{4 A}{3+3 i} e^{i t}", r"\frac{2A(1-i)}{3}e^{it}", True),
     ],
+    "functions and zero": [
+        (r"I(0) e^{-\frac{t}{R C}}", r"\text{(A) } 0", False),
+        (r"I(0) e^{-\frac{t}{R C}}", r"e^{-t/(RC)} I(0)", True),
+        ("y(0)", "0", False),
+        ("2 and 3", r"\{x \mid 2 < x < 3\}", False),
+        ("(2,3)", "2 < x < 3", True),
+        ("2 < x < 3", "(2,3)", True),
+        ("2 < x < 3", "[2,3)", False),
+        (r"20^\circ", r"20\text{ km}", False),
+        (r"20\%", r"20\text{ km}", False),
+        (r"20\text{ km}", r"20\%", False),
+    ],
     "units or symbols": [
         ("4k^5", "4", False),
         ("2mg", "2gm", True),

@@ -46,6 +46,10 @@ class AlgorithmConfig:
     """Estimator of the KL; as a loss only k2 has the KL's own gradient on average, k1's is zero."""
     kl_tokens: Literal["kept", "all"] = "kept"
     """Whether the KL is taken on the kept tokens or on all tokens of the kept rollouts."""
+    rollout_correction: Literal["none", "token", "sequence"] | None = None
+    """Importance weights for engines that differ from the trainer; unset is token for vllm, none for transformers."""
+    rollout_correction_cap: float = 2.0
+    """Largest of these weights."""
     num_minibatches: int = 1
     """Optimizer steps per pass over the kept rollouts."""
     num_epochs: int = 1
@@ -69,6 +73,11 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.clip_low is {self.clip_low}: a ratio cannot fall below 0, give less than 1")
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"algorithm.dual_clip is {self.dual_clip}: give more than 1, or leave it unset")
+        if self.rollout_correction_cap < 1:
+            raise ValueError(
+                f"algorithm.rollout_correction_cap is {self.rollout_correction_cap}: give at least 1, the weight of "
+                "tokens on which engine and trainer agree"
+            )
         for name in ("num_minibatches", "num_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"algorithm.{name} is {getattr(self, name)}: give at least 1")

@@ -27,6 +27,9 @@ class RolloutConfig:
     max_new_tokens: int = 1024
     """Longest answer in tokens, end-of-sequence included."""
 
+    vllm_memory_share: float = 0.4
+    """Share of the device's memory that a vLLM engine takes for weights and cache, beside the trainer."""
+
     max_batch_size: int = 512
     """Answers decoded at once on one rank; lower it where memory is short."""
 

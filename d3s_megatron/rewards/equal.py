@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from d3s_megatron.rewards.clean import clean, squeeze
 from d3s_megatron.rewards.relations import is_name, name_of, same_relation, spread
-from d3s_megatron.rewards.structure import (
+from d3s_megatron.rewards.shapes import (
     Interval,
     Items,
     Matrix,
@@ -22,8 +22,8 @@ from d3s_megatron.rewards.structure import (
     Value,
     Words,
     children,
-    read_shape,
-)  # fmt: skip
+)
+from d3s_megatron.rewards.structure import read_shape
 from d3s_megatron.rewards.values import choice_of, is_readable, same_value
 from d3s_megatron.rewards.words import fold
 

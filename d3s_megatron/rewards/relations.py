@@ -15,7 +15,7 @@ from d3s_megatron.rewards.clean import squeeze
 from d3s_megatron.rewards.evaluation import TooLarge, evaluate, precision
 from d3s_megatron.rewards.expression import Node, Unreadable, read_expression, symbols
 from d3s_megatron.rewards.identity import sample_point
-from d3s_megatron.rewards.structure import Interval, Items, Relation, Shape, Union, Value, Words
+from d3s_megatron.rewards.shapes import Interval, Items, Relation, Shape, Union, Value, Words
 
 Same = Callable[[Shape, Shape], bool]
 

@@ -1,13 +1,10 @@
-r"""The shape of an answer: words, list, pair, set, interval, union, relation, matrix, ratio, or one value.
-
-Values stay text here; `values.py` compares them.
-"""
+r"""Reads the shape of an answer: where its brackets, commas and relations are."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from d3s_megatron.rewards.shapes import Interval, Items, Matrix, Ratio, Relation, Shape, TooDeep, Union, Value, Words
 from d3s_megatron.rewards.words import words_of
 
 MAX_DEPTH = 12  # of brackets inside brackets
@@ -38,89 +35,6 @@ _RELATIONS = {
 _THOUSANDS = re.compile(r"\s*(?:\\\$)?\s*[+-]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)[^,]*")
 _SYSTEM = re.compile(r"(?:\\\{)?\s*\\begin\{(cases|aligned|align\*?|gathered)\}(.*)\\end\{\1\}", re.DOTALL)
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Value:
-    """One expression."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Words:
-    """An answer in words."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Items:
-    """Several answers: `kind` is list (no brackets), set, tuple (round or angled), or bracket (square)."""
-
-    kind: str
-    items: tuple[Shape, ...]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An interval; of two ends in round brackets nobody can say whether it is a pair: that is a tuple."""
-
-    low: Shape
-    high: Shape
-    closed: tuple[bool, bool]
-
-
-@dataclass(frozen=True)
-class Union:
-    """Sets joined by \\cup."""
-
-    parts: tuple[Shape, ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """sides[0] ops[0] sides[1] ops[1] ...; ops are = < > <= >= !=."""
-
-    sides: tuple[Shape, ...]
-    ops: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of values; `bars` where vertical lines make it a determinant."""
-
-    rows: tuple[tuple[Shape, ...], ...]
-    bars: bool = False
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """a : b : c, also the time of a clock."""
-
-    parts: tuple[Shape, ...]
-
-
-Shape = Value | Words | Items | Interval | Union | Relation | Matrix | Ratio
-
-
-def children(shape: Shape) -> tuple[Shape, ...]:
-    """The parts of a shape."""
-    if isinstance(shape, Items):
-        return shape.items
-    if isinstance(shape, Union | Ratio):
-        return shape.parts
-    if isinstance(shape, Interval):
-        return shape.low, shape.high
-    if isinstance(shape, Relation):
-        return shape.sides
-    if isinstance(shape, Matrix):
-        return tuple(cell for row in shape.rows for cell in row)
-    return ()
-
-
-class TooDeep(ValueError):
-    """The brackets are nested too deeply, or there are too many items."""
 
 
 def read_shape(text: str) -> Shape:

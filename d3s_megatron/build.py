@@ -6,23 +6,26 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from d3s_megatron.actor.checkpoint import load as load_checkpoint
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.model import check_shape
-from d3s_megatron.actor.parallel import Layout, check_layout, init_parallel, world_size_from_env
+from d3s_megatron.actor.parallel import Layout, check_layout, init_parallel, world_reduce, world_size_from_env
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe, make_loss, make_recipe
+from d3s_megatron.checkpointing import Checkpoints, Progress
 from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.data import PromptOrder, encode_prompts, load_problems
 from d3s_megatron.data.config import DataConfig
-from d3s_megatron.report.run_log import RunLog
+from d3s_megatron.report.run_log import LOG_FILE, RunLog
+from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
 from d3s_megatron.rollout import RolloutEngine
+from d3s_megatron.stopping import Stop
 from d3s_megatron.types import Prompt
-
-LOG_FILE = "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Questions:
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     notes: tuple[str, ...]  # what was dropped and why, for the log
+    prints: dict[str, str]  # fingerprints of model and training data
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,15 @@ class Parts:
     recipe: Recipe
     loss: PolicyLoss
     log: RunLog
+    checkpoints: Checkpoints
+    start: Progress  # where the training loop begins
+    stop: Stop
 
     def close(self) -> None:
         """Ends worker processes and closes files."""
         self.reward.close()
         self.engine.close()
+        self.stop.close()
         self.log.close()
 
 
@@ -68,18 +76,8 @@ def preflight(config: RunConfig) -> Questions:
             f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{config.rollout.max_new_tokens} is more than the {shape.max_positions} positions of the model: lower one"
         )
-    if config.rollout.engine != "transformers":
-        raise ValueError(f"rollout.engine is {config.rollout.engine!r}: only transformers is built in so far")
-    _check_output(config)
+    check_output(config)
     return _questions(config)
-
-
-def _check_output(config: RunConfig) -> None:
-    folder = Path(config.train.output_dir)
-    if (folder / LOG_FILE).exists() and not config.train.overwrite:
-        raise ValueError(
-            f"train.output_dir {folder} holds an earlier run: choose another folder, or give --train.overwrite true"
-        )
 
 
 def _questions(config: RunConfig) -> Questions:
@@ -107,29 +105,41 @@ def _questions(config: RunConfig) -> Questions:
     held_out: tuple[Prompt, ...] = ()
     if config.data.eval_path:
         held_out = read(config.data.eval_path, config.data.for_evaluation(), "evaluation data")
-    return Questions(train, held_out, tuple(notes))
+    return Questions(train, held_out, tuple(notes), fingerprints(config.model.path, train))
 
 
-def build(config: RunConfig, questions: Questions) -> Parts:
-    """Joins the process group and makes the parts; a collective over all ranks."""
+def _engine(config: RunConfig, layout: Layout) -> RolloutEngine:
+    """The engine of `rollout.engine`; only that one is imported."""
+    if config.rollout.engine == "vllm":
+        from d3s_megatron.rollout.vllm_engine import VllmEngine
+
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        return VllmEngine(config.model.path, config.rollout, max_model_len=longest)
     from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
+    return TransformersEngine(config.model.path, config.rollout, layout.device)
+
+
+def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
+    """Joins the process group and makes the parts; a collective over all ranks."""
     layout = init_parallel(config.actor)
     folder = Path(config.train.output_dir)
     if layout.rank == 0:
-        if config.train.overwrite and (folder / LOG_FILE).exists():
+        if config.train.overwrite and not is_restart() and (folder / LOG_FILE).exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / "config.yaml")
     dist.barrier()
     algorithm = config.algorithm
     loss = make_loss(algorithm)
-    return Parts(
+    step = start.progress.step
+    log = RunLog(folder, layout.rank == 0, step, keep_last_evaluation=step < config.train.steps)
+    parts = Parts(
         config=config,
         layout=layout,
         questions=questions,
         order=PromptOrder(len(questions.train), config.train.prompts_per_step, config.train.seed),
-        engine=TransformersEngine(config.model.path, config.rollout, layout.device),
+        engine=_engine(config, layout),
         reward=make_reward(config.rewards),
         actor=MegatronActor(
             config.model.path,
@@ -142,5 +152,26 @@ def build(config: RunConfig, questions: Questions) -> Parts:
         ),
         recipe=make_recipe(algorithm),
         loss=loss,
-        log=RunLog(folder, is_main=layout.rank == 0),
+        log=log,
+        checkpoints=Checkpoints(config, questions.prints, layout, log),
+        start=start.progress,
+        stop=Stop(folder, layout),
     )
+    if start.folder is not None:
+        _resume(parts, start)
+    for note in (*start.notes, *questions.notes):
+        log.message(note)
+    return parts
+
+
+def _resume(parts: Parts, start: Start) -> None:
+    steps = torch.tensor([start.progress.step, -start.progress.step])
+    newest, negated_oldest = world_reduce(parts.layout)(steps, "max").tolist()
+    if newest != -negated_oldest:
+        raise RuntimeError(
+            f"ranks found different checkpoints, after step {-negated_oldest} and after step {newest}: "
+            f"train.output_dir {parts.config.train.output_dir} must be on a file system that all nodes share"
+        )
+    if not load_checkpoint(parts.actor, start.folder):
+        parts.log.message("per-rank random states were left as they are: the number of ranks has changed")
+    parts.engine.load_weights(parts.actor.weights())  # before its first answer (fault G04)

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,17 +46,48 @@ class TrainConfig:
     """Evaluate every so many steps as well as before the first and after the last; 0 leaves those two."""
     eval_samples: int = 32
     """Answers per evaluation problem, at the rollout temperature."""
+    max_bad_steps: int = 3
+    """End the run after so many steps in a row whose loss or gradient is not finite; such a step is skipped."""
     overwrite: bool = False
     """Replace an earlier run in output_dir instead of refusing to start."""
     export: bool = True
     """Write the trained model as a Hugging Face folder to output_dir/export."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "eval_samples"):
+        for name in ("steps", "prompts_per_step", "eval_samples", "max_bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}: give at least 1")
         if self.eval_every < 0:
             raise ValueError(f"train.eval_every is {self.eval_every}: give 0 or more steps")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, and what it goes on from."""
+
+    every: int = 50
+    """Save after every so many training steps, and after the last one of a longer run; 0 saves never."""
+    keep: int = 3
+    """Whole checkpoints that are kept; older ones are removed once a newer one is whole."""
+    resume: str = "auto"
+    """auto goes on from the newest whole checkpoint in train.output_dir; never; or a checkpoint or run folder."""
+    background: bool = False
+    """Let training go on while a checkpoint is written, from a copy of the weights in memory."""
+    export_every: int = 0
+    """Write the model as a Hugging Face folder to output_dir/exports at every so many saves; 0 leaves it out."""
+    override_optimizer: bool = False
+    """On resume take this configuration's optimizer settings where they differ from the checkpoint's."""
+    force: bool = False
+    """Resume although the model or the order of the data is not that of the checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "export_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"checkpoint.{name} is {getattr(self, name)}: give 0 (off) or more")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep is {self.keep}: give at least 1")
+        if not self.resume:
+            raise ValueError("checkpoint.resume is empty: give auto, never or a folder")
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,7 @@ class RunConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         make_recipe(self.algorithm)
@@ -134,9 +166,17 @@ def parse_config(argv: Sequence[str]) -> RunConfig:
     parsed = parser.parse_args(args)
     parsed.pop("config", None)
     try:
-        return RunConfig(**vars(parser.instantiate(parsed)))
+        return _resolve(RunConfig(**vars(parser.instantiate(parsed))))
     except ValueError as wrong:
         fail(str(wrong))
+
+
+def _resolve(config: RunConfig) -> RunConfig:
+    """With the values that depend on another section filled in."""
+    if config.algorithm.rollout_correction is not None:
+        return config
+    level = "token" if config.rollout.engine == "vllm" else "none"
+    return replace(config, algorithm=replace(config.algorithm, rollout_correction=level))
 
 
 def save_config(config: RunConfig, path: Path) -> None:

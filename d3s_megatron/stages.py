@@ -17,6 +17,7 @@ from d3s_megatron.algorithms.loss_batch import StepTensors
 from d3s_megatron.algorithms.normalization import token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe
+from d3s_megatron.algorithms.rollout_correction import correction
 from d3s_megatron.algorithms.schedules import Amounts
 from d3s_megatron.evaluate import rank_share
 from d3s_megatron.rewards import Reward
@@ -154,6 +155,15 @@ def _step_tensors(
     everything = [torch.ones_like(mask) for mask in keep]
     weights = token_weights(config.loss_normalization, keep, max_length, reduce)
     kl_weights, scored = weights, keep
+    level = config.rollout_correction or "none"
+    if level != "none":
+        weights = [
+            weight
+            * correction(
+                score.old_log_probs, torch.tensor(sample.rollout_log_probs), level, config.rollout_correction_cap
+            )
+            for weight, score, sample in zip(weights, batch.scores[part], batch.samples[part], strict=True)
+        ]
     if config.kl_tokens == "all" and loss.kl_beta:
         kl_weights = token_weights(config.loss_normalization, everything, max_length, reduce)
         scored = everything
@@ -210,6 +220,7 @@ def update_metrics(results: Sequence[UpdateResult], has_reference: bool) -> dict
     """Means over the optimizer steps of a batch, per kept token where that is the unit."""
     counts = {"num_updates": sum(r.stepped for r in results), "lr": results[-1].lr}
     counts["num_skipped_updates"] = len(results) - counts["num_updates"]
+    counts["num_bad_updates"] = sum(not r.stepped and bool(r.totals[1]) for r in results)  # not finite, so not taken
     tried = [result for result in results if result.totals[1]]  # with a kept token
     if not tried:
         return counts

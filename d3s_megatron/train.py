@@ -6,8 +6,8 @@ Every rank runs this same story; with plain `python -m d3s_megatron.train` it is
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,19 +22,22 @@ from d3s_megatron.actor.parallel import gather_rows, shutdown
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.build import Parts, build, preflight
+from d3s_megatron.checkpointing import Progress
 from d3s_megatron.config import RunConfig, fail, parse_config
 from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
 from d3s_megatron.report.plot import plot_run
-from d3s_megatron.report.run_log import StageClock, read_log
+from d3s_megatron.report.run_log import LOG_FILE, RunLog, StageClock, read_log
+from d3s_megatron.resume import SUMMARY_FILE, find_start, with_start
 
 
-def train(parts: Parts) -> Totals:
+def train(parts: Parts) -> Progress:
     """The training loop: one line a stage."""
     config, layout, log = parts.config, parts.layout, parts.log
     algorithm, seed = config.algorithm, config.train.seed
-    totals = Totals()
-    for step in range(config.train.steps):
+    progress = parts.start
+    totals, num_bad = Totals(**(progress.totals or {})), 0
+    for step in range(progress.step, config.train.steps):
         clock = StageClock()
         amounts = recipes.amounts(algorithm, step, config.train.steps)
         prompts = [parts.questions.train[i] for i in parts.order.batch(step)]
@@ -73,7 +76,37 @@ def train(parts: Parts) -> Totals:
             log.message(f"  step {step + 1}: no update, no kept token has an advantage to learn from")
         if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
             evaluate(parts, step + 1)
-    return totals
+        progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"])
+        num_bad = num_bad + 1 if row["num_bad_updates"] else 0
+        if num_bad:
+            check_bad_steps(config, step, num_bad, log)
+        reason = parts.stop.wanted()
+        parts.checkpoints.after_step(parts.actor, progress, is_last=step + 1 == config.train.steps)
+        if reason and step + 1 < config.train.steps:
+            leave(parts, progress, reason)
+            break
+    parts.checkpoints.close()
+    return progress
+
+
+def check_bad_steps(config: RunConfig, step: int, num_bad: int, log: RunLog) -> None:
+    """Says that a step was skipped; FloatingPointError after `train.max_bad_steps` in a row."""
+    most = config.train.max_bad_steps
+    text = f"step {step + 1}: loss or gradient is not finite, the update was skipped ({num_bad} in a row, {most} end)"
+    log.message(f"  {text}")
+    if num_bad >= most:
+        raise FloatingPointError(
+            f"{text}; lower optimizer.lr or look at the rewards, and go on from the last checkpoint"
+        )
+
+
+def leave(parts: Parts, progress: Progress, reason: str) -> None:
+    """Saves because the run was asked to end."""
+    if parts.config.checkpoint.every:
+        parts.checkpoints.save(parts.actor, progress, must=True)
+        parts.log.message(f"{reason}: saved after step {progress.step}; the same command goes on from there")
+    else:
+        parts.log.message(f"{reason}: ended after step {progress.step}, not saved as checkpoint.every is 0")
 
 
 def evaluate(parts: Parts, step: int) -> Evaluation | None:
@@ -125,12 +158,14 @@ class Totals:
         return {"tokens_generated": self.tokens_generated, "tokens_trained": self.tokens_trained}
 
 
-def finish(parts: Parts, before: Evaluation | None, after: Evaluation | None, totals: Totals, seconds: float) -> None:
+def finish(parts: Parts, progress: Progress) -> None:
     """Exports the model and writes the summary and the plot; a collective."""
     folder, log = Path(parts.config.train.output_dir), parts.log
     export = folder / "export"
     if parts.config.train.export:
         if parts.layout.rank == 0:
+            if export.exists():  # of a shorter run that this one went on from
+                shutil.rmtree(export)
             save_hf_folder(export, parts.actor.shape, parts.actor.weights(), parts.config.model.path)
         else:
             for _ in parts.actor.weights():
@@ -142,21 +177,24 @@ def finish(parts: Parts, before: Evaluation | None, after: Evaluation | None, to
         "seed": parts.config.train.seed,
         "steps": parts.config.train.steps,
         "world_size": parts.layout.world_size,
-        "train_seconds": round(seconds, 2),
-        **vars(totals),
+        "train_seconds": round(progress.seconds, 2),
+        **(progress.totals or {}),
     }
-    for when, result in (("before", before), ("after", after)):
-        if result is not None:
-            summary[f"accuracy_{when}"] = result.pass_at[1]
-            summary |= {f"pass{k}_{when}": value for k, value in result.pass_at.items() if k > 1}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_run(read_log(folder / "log.jsonl"), folder / "plot.png", f"{parts.config.algorithm.name}, {folder}")
+    rows = read_log(folder / LOG_FILE)
+    for when, step in (("before", 0), ("after", progress.step)):
+        for row in rows:
+            if row["step"] == step and "eval/pass@1" in row:
+                pass_at = {int(k.removeprefix("eval/pass@")): v for k, v in row.items() if k.startswith("eval/pass@")}
+                summary[f"accuracy_{when}"] = pass_at[1]
+                summary |= {f"pass{k}_{when}": value for k, value in pass_at.items() if k > 1}
+    plot_run(rows, folder / "plot.png", f"{parts.config.algorithm.name}, {folder}")
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     log.message("")
     for name, value in summary.items():
         log.message(f"  {name:<22} {value:.4g}" if isinstance(value, float) else f"  {name:<22} {value}")
     log.message("")
-    written = {"log": "log.jsonl", "TensorBoard": "tensorboard", "plot": "plot.png", "config": "config.yaml"}
-    written |= {"summary": "summary.json"} | ({"model": "export"} if parts.config.train.export else {})
+    written = {"log": LOG_FILE, "TensorBoard": "tensorboard", "plot": "plot.png", "config": "config.yaml"}
+    written |= {"summary": SUMMARY_FILE} | ({"model": "export"} if parts.config.train.export else {})
     for name, file in written.items():
         log.message(f"  {name:<22} {folder / file}")
 
@@ -165,18 +203,18 @@ def run(config: RunConfig) -> None:
     """One whole run: checks, evaluation, training, evaluation, export."""
     try:
         questions = preflight(config)
+        start = find_start(config, questions.prints)
     except ValueError as wrong:
         fail(str(wrong))
-    parts = build(config, questions)
-    for note in questions.notes:
-        parts.log.message(note)
+    config = with_start(config, start)
+    parts = build(config, questions, start)
     try:
-        before = evaluate(parts, 0)
-        start = time.perf_counter()
-        totals = train(parts)
-        seconds = time.perf_counter() - start
-        after = evaluate(parts, config.train.steps)
-        finish(parts, before, after, totals, seconds)
+        if parts.start.step == 0:
+            evaluate(parts, 0)
+        progress = train(parts)
+        if progress.step == config.train.steps:
+            evaluate(parts, progress.step)
+            finish(parts, progress)
     finally:
         parts.close()
     shutdown()

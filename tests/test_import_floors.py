@@ -21,7 +21,9 @@ FLOORS = {
     "rewards": 3,
     "actor": 3,
     "weight_sync": 4,
-    **dict.fromkeys(("config", "build", "stages", "train", "evaluate", "report"), TOP),
+    **dict.fromkeys(
+        ("config", "build", "stages", "train", "evaluate", "report", "doctor", "checkpointing", "resume", "stopping"), TOP
+    ),
 }
 
 # What floors 0 to 2 may import beside the standard library and the floors below.

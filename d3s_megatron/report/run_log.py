@@ -30,6 +30,7 @@ COLUMNS = (
     ("s/step", 7, lambda r: f"{r['time/step']:.2f}"),
 )
 HEADING_EVERY = 25
+LOG_FILE = "log.jsonl"
 
 
 class StageClock:
@@ -61,12 +62,19 @@ class RunLog:
     A number that is not finite becomes null in the JSON lines, so that every line is valid JSON.
     """
 
-    def __init__(self, folder: Path, is_main: bool) -> None:
+    def __init__(self, folder: Path, is_main: bool, num_steps_done: int = 0, keep_last_evaluation: bool = True) -> None:
+        """Goes on after `num_steps_done` training steps: what an earlier process logged past them is removed.
+
+        `keep_last_evaluation` is False where the evaluation after that very step is still to come.
+        """
         self._main = is_main
         self._rows = 0
         if is_main:
-            self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            path = folder / LOG_FILE
+            if path.exists():
+                drop_later_rows(path, num_steps_done, keep_last_evaluation)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=num_steps_done or None)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """One training step."""
@@ -101,6 +109,26 @@ class RunLog:
         if self._main:
             self._file.close()
             self._board.close()
+
+
+def drop_later_rows(path: Path, num_steps_done: int, keep_last_evaluation: bool = True) -> None:
+    """Keeps the rows of the first `num_steps_done` training steps, and evaluations up to there.
+
+    A last line that was cut short goes too.
+    """
+    last = num_steps_done if keep_last_evaluation and num_steps_done else num_steps_done - 1
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        # A training step says which it was, from 0; an evaluation after how many it was.
+        if row["step"] <= (num_steps_done - 1 if "progress" in row else last):
+            kept.append(line + "\n")
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

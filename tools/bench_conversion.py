@@ -3,9 +3,9 @@
   python tools/bench_conversion.py [--work FOLDER] [--rounds 3] [--workers 2]
 
 The checkpoint is random, with Qwen2.5-Math-1.5B's shape (3.09 GB in bfloat16). Every method runs in a process of its
-own, from a source evicted from the page cache, and ends when its output is synced to disk. Methods take turns within
-a round, and ratios are taken within a round, since a disk's speed drifts; the table shows medians. Needs about
-10 GB of disk.
+own, from a source evicted from the page cache, and ends when its output is synced to disk. Right before each, `cp`
+copies the same source under the same conditions, since a disk's speed drifts; ratios are taken within such a pair,
+and the table shows medians. Needs about 13 GB of disk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -48,7 +49,6 @@ CONFIG = {
 COPY = "cp"
 # name: (source folder, arguments of the layout); exports read what the import of the same layout wrote
 METHODS = {
-    COPY: ("hf", None),
     "import TP1": ("hf", (1, 1)),
     "export TP1": ("import TP1", None),
     "import TP2 x PP2": ("hf", (2, 2)),
@@ -93,7 +93,7 @@ def sync(folder: Path) -> None:
 
 def convert(method: str, source: Path, out: Path, workers: int) -> None:
     """Do one method, synced to disk."""
-    _, layout = METHODS[method]
+    layout = METHODS.get(method, ("", None))[1]
     if method == COPY:
         subprocess.run(["cp", "-r", source, out], check=True)
         sync(out)
@@ -109,47 +109,63 @@ def convert(method: str, source: Path, out: Path, workers: int) -> None:
 
 
 def one(method: str, source: Path, out: Path, workers: int) -> None:
-    """Run in a process of its own; prints seconds and bytes. Starting Python is not counted, planning is."""
+    """Run in a process of its own; prints what it took. Starting Python is not counted, planning is."""
     if method.startswith("transformers"):
         import transformers  # noqa: F401  (its import is no part of the conversion)
     with AnonymousPeak() as memory:
-        started = time.perf_counter()
+        cpu, started = _cpu_seconds(), time.perf_counter()
         convert(method, source, out, workers)
-        seconds = time.perf_counter() - started
-    print(json.dumps([seconds, memory.peak, memory.added]))
+        seconds, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "anonymous": memory.peak, "resident": resident}))
+
+
+def _cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure(method: str, source: Path, out: Path, workers: int) -> dict[str, float]:
+    """One run from a cold source."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+    evict(source)
+    command = [sys.executable, __file__, "--one", method, str(source), str(out), "--workers", str(workers)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def bench(work: Path, rounds: int, workers: int) -> str:
     """Markdown table of the medians."""
     make_source(work / "hf")
     nbytes = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
-    results: dict[str, list[list[float]]] = {name: [] for name in METHODS}
+    runs: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in METHODS}
     for _ in range(rounds):
         for name, (source, _) in METHODS.items():
-            out = work / name
-            shutil.rmtree(out, ignore_errors=True)
-            os.sync()
-            evict(work / source)
-            command = [sys.executable, __file__, "--one", name, str(work / source), str(out), "--workers", str(workers)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-            results[name].append(json.loads(done.stdout.splitlines()[-1]))
+            copy = measure(COPY, work / source, work / COPY, workers)
+            shutil.rmtree(work / COPY)
+            runs[name].append((measure(name, work / source, work / name, workers), copy))
             if not name.startswith("import"):
-                shutil.rmtree(out)
-        for name in METHODS:
-            shutil.rmtree(work / name, ignore_errors=True)
+                shutil.rmtree(work / name)
     lines = [
         f"{nbytes / 1e9:.2f} GB in bfloat16, {workers} workers, {os.cpu_count()} cores, median of {rounds} rounds, "
         "source evicted, output synced",
         "",
-        "| method | seconds | GB/s | time / cp (range) | peak anonymous MB | of it for the conversion |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| method | s | cp s | time / cp (range) | GB/s | CPU s | cp CPU s | peak anonymous MB | peak resident MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, runs in results.items():
-        seconds, peak, added = (statistics.median(run[i] for run in runs) for i in range(3))
-        ratios = sorted(run[0] / copy[0] for run, copy in zip(runs, results[COPY], strict=True))
+    for name, pairs in runs.items():
+
+        def median(key: str, which: int = 0, pairs: list = pairs) -> float:
+            return statistics.median(pair[which][key] for pair in pairs)
+
+        ratios = sorted(ours["seconds"] / copy["seconds"] for ours, copy in pairs)
         ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-        memory = "- | -" if name == COPY else f"{peak / 1e6:.0f} | {added / 1e6:.0f}"
-        lines.append(f"| {name} | {seconds:.1f} | {nbytes / 1e9 / seconds:.2f} | {ratio} | {memory} |")
+        lines.append(
+            f"| {name} | {median('seconds'):.1f} | {median('seconds', 1):.1f} | {ratio} "
+            f"| {nbytes / 1e9 / median('seconds'):.2f} | {median('cpu'):.1f} | {median('cpu', 1):.1f} "
+            f"| {median('anonymous') / 1e6:.0f} | {median('resident') / 1e6:.0f} |"
+        )
     return "\n".join(lines)
 
 

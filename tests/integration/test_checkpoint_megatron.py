@@ -7,7 +7,7 @@ import torch
 from helpers import run_python
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from unit.convert.builders import tiny_config
+from unit.convert.builders import tiny_config, write_folder
 
 from d3s_megatron.convert.checkpoint import compare, describe, job, jobs
 
@@ -94,3 +94,17 @@ def test_layers_saved_one_by_one_are_read_too(runs):
     source = found["tied-bias", 1, 1]["hf"]
     shape, blocks = jobs.blocks_of(root / "apart", companions=source)
     assert compare.differences(compare.digests(*jobs.blocks_of(source)), compare.digests(shape, blocks)) == []
+
+
+def test_logits_tell_right_from_wrong(runs, tmp_path):
+    found, root = runs
+    source = found["tied-bias", 1, 1]["hf"]
+    done = run_python(["tools/checkpoint.py", "verify", source, root / "tied-bias-imported", "--logits"])
+    assert done.returncode == 0 and "within 0.0001" in done.stdout, done.stderr[-2000:]
+    state = load_file(f"{source}/model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"] *= -1
+    config = json.loads((root / "tied-bias" / "config.json").read_text())
+    other = write_folder(tmp_path / "other", config, state)
+    done = run_python(["tools/checkpoint.py", "verify", other, root / "tied-bias-imported", "--logits"])
+    assert done.returncode == 1 and "beyond 0.0001" in done.stdout
+    assert "model.layers.0.mlp.up_proj.weight: values differ" in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from d3s_megatron.convert.checkpoint.job import partial_folder
 from d3s_megatron.convert.checkpoint.jobs import companions_of
 from d3s_megatron.convert.checkpoint.moves import BAND_BYTES
 from d3s_megatron.convert.checkpoint.torch_dist import DistCheckpoint, is_dist_checkpoint
@@ -110,6 +111,8 @@ def plan_conversion(
         where = where.parent
     peak = BASE_BYTES + workers * BANDS_PER_WORKER * BAND_BYTES
     free = shutil.disk_usage(where).free
+    if out:  # what a stopped run has reserved already is not needed again
+        free += sum(path.stat().st_blocks * 512 for path in partial_folder(Path(out)).glob("*"))
     return Plan(shape, direction, files, read, peak, free, psutil.virtual_memory().available)
 
 

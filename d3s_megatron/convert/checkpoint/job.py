@@ -66,6 +66,11 @@ class Report:
         )
 
 
+def partial_folder(out: Path) -> Path:
+    """Where a conversion lies until it is whole: beside its target, on the same disk."""
+    return out.with_name(f".{out.name}.partial")
+
+
 def run(job: Job, workers: int = 1) -> Report:
     """Write `job.out`; ValueError where it exists, another run is writing it, or the disk is full."""
     if workers < 1:
@@ -74,7 +79,7 @@ def run(job: Job, workers: int = 1) -> Report:
         raise ValueError(f"{job.out} exists: remove it or choose another folder")
     torch.set_num_threads(1)  # the workers are the parallelism
     started = time.perf_counter()
-    partial = job.out.with_name(f".{job.out.name}.partial")
+    partial = partial_folder(job.out)
     before = _fingerprint(job)
     with AnonymousPeak() as memory:
         partial.mkdir(parents=True, exist_ok=True)

@@ -26,12 +26,14 @@ struct Place {
   Tensor tensor(const py::object& object, const char* name, size_t dims) const {
     Tensor t = read_tensor(object, name);
     if (t.device != device) refuse(name, "on " + t.device, "the other tensors are on " + device);
-    if (t.shape.size() != dims) refuse(name, "of shape " + show(t.shape), "pass " + std::to_string(dims) + " dimensions");
+    if (t.shape.size() != dims)
+      refuse(name, "of shape " + show(t.shape), "pass " + std::to_string(dims) + " dimensions");
     return t;
   }
 
   template <class T>
-  T* vector(const py::object& object, const char* name, const char* dtype, int64_t length, bool at_least = false) const {
+  T* vector(const py::object& object, const char* name, const char* dtype, int64_t length,
+            bool at_least = false) const {
     const Tensor t = tensor(object, name, 1);
     if (t.dtype != dtype) refuse(name, "of dtype " + t.dtype, std::string("pass ") + dtype);
     if (t.size(0) > 1 && t.strides[0] != 1) refuse(name, "of stride " + show(t.strides), "call tensor.contiguous()");
@@ -98,17 +100,18 @@ void bind_cuda(py::module_& parent) {
     const Place place(logits, "logits");
     Dtype dtype, dtype_out;
     const Tensor x = matrix(place, logits, "logits", dtype), to = matrix(place, out, "out", dtype_out);
-    if (to.shape != x.shape || dtype_out != dtype) refuse("out", "of shape " + show(to.shape), "it must be the logits'");
+    if (to.shape != x.shape || dtype_out != dtype)
+      refuse("out", "of shape " + show(to.shape), "it must be the logits'");
     check(num_valid, x, c);
     const int64_t rows = x.size(0);
     auto row = [&](const py::object& t, const char* name) { return place.vector<float>(t, name, "float32", rows); };
-    const cuda::Grads grads = {row(m, "m"), row(log_z, "log_z"), row(entropy, "entropy"),
-                               row(grad_lp, "grad_log_prob"), grad_h.is_none() ? nullptr : row(grad_h, "grad_entropy")};
-    raise_if(cuda::row_backward(x.data, to.data, dtype,
-                                place.vector<int64_t>(local_targets, "local_targets", "int64", rows), rows,
-                                rows > 1 ? x.strides[0] : x.size(1), rows > 1 ? to.strides[0] : to.size(1), x.size(1),
-                                num_valid, static_cast<float>(c), grads, place.index, place.stream),
-             "row_backward");
+    const cuda::Grads grads = {row(m, "m"), row(log_z, "log_z"), row(entropy, "entropy"), row(grad_lp, "grad_log_prob"),
+                               grad_h.is_none() ? nullptr : row(grad_h, "grad_entropy")};
+    raise_if(
+        cuda::row_backward(x.data, to.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows),
+                           rows, rows > 1 ? x.strides[0] : x.size(1), rows > 1 ? to.strides[0] : to.size(1), x.size(1),
+                           num_valid, static_cast<float>(c), grads, place.index, place.stream),
+        "row_backward");
   });
   m.def("max_variance", [](const py::object& values, const py::object& tie_key, const py::object& order,
                            const py::object& borders, const py::object& items_at, int64_t m, const py::object& items,
@@ -117,15 +120,15 @@ void bind_cuda(py::module_& parent) {
     const int64_t n = length_of(values, "values"), segments = length_of(borders, "borders") - 1;
     if (m < 0) refuse("m", std::to_string(m), "pass the number of values to keep");
     if (segments < 0) refuse("borders", "empty", "pass segments + 1 borders");
-    raise_if(cuda::max_variance(
-                 place.vector<double>(values, "values", "float64", n), place.vector<int64_t>(tie_key, "tie_key", "int64", n),
-                 place.vector<int64_t>(order, "order", "int64", n),
-                 place.vector<int64_t>(borders, "borders", "int64", segments + 1),
-                 place.vector<int64_t>(items_at, "items_at", "int64", segments + 1), segments, m,
-                 place.vector<uint8_t>(items, "items", "uint8", 2 * n * ITEM_BYTES, true),
-                 place.vector<double>(sums, "sums", "float64", 4 * (n + segments), true),
-                 place.vector<uint8_t>(mask, "mask", "bool", n), place.vector<int>(status, "status", "int32", 1),
-                 place.index, place.stream),
+    raise_if(cuda::max_variance(place.vector<double>(values, "values", "float64", n),
+                                place.vector<int64_t>(tie_key, "tie_key", "int64", n),
+                                place.vector<int64_t>(order, "order", "int64", n),
+                                place.vector<int64_t>(borders, "borders", "int64", segments + 1),
+                                place.vector<int64_t>(items_at, "items_at", "int64", segments + 1), segments, m,
+                                place.vector<uint8_t>(items, "items", "uint8", 2 * n * ITEM_BYTES, true),
+                                place.vector<double>(sums, "sums", "float64", 4 * (n + segments), true),
+                                place.vector<uint8_t>(mask, "mask", "bool", n),
+                                place.vector<int>(status, "status", "int32", 1), place.index, place.stream),
              "max_variance");
   });
   m.def("share_histogram", [](const py::object& scores, const py::object& uid, const py::object& position, int level,

@@ -23,7 +23,8 @@ void bind_max_variance(py::module_& m) {
       bad = max_variance::select_segments(x, key, segment, n, m, out);
     }
     if (bad >= 0)
-      throw py::value_error("values[" + std::to_string(bad) + "]=" + py::cast<std::string>(py::str(py::float_(x[bad]))) +
+      throw py::value_error("values[" + std::to_string(bad) +
+                            "]=" + py::cast<std::string>(py::str(py::float_(x[bad]))) +
                             "; take rows that are not finite out before selection");
   });
 }

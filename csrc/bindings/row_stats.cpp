@@ -45,21 +45,21 @@ void bind_row_stats(py::module_& m) {
     py::gil_scoped_release release;
     row_stats(x, y, num_valid, static_cast<float>(c), stats, t, threads);
   });
-  m.def("row_backward", [](const py::object& logits, const py::object& out, const py::object& local_targets,
-                           int64_t num_valid, double c, const py::object& m, const py::object& log_z,
-                           const py::object& entropy, const py::object& grad_lp, const py::object& grad_h,
-                           int threads) {
-    const Logits x = read_logits(logits, "logits"), to = read_logits(out, "out");
-    if (to.rows != x.rows || to.columns != x.columns || to.dtype != x.dtype)
-      refuse("out", "of shape (" + std::to_string(to.rows) + ", " + std::to_string(to.columns) + ")",
-             "shape and dtype must be the logits'");
-    const int64_t* y = read_vector<int64_t>(local_targets, "local_targets", "int64", x.rows);
-    RowGrads g{read_vector<float>(m, "m", "float32", x.rows), read_vector<float>(log_z, "log_z", "float32", x.rows),
-               read_vector<float>(entropy, "entropy", "float32", x.rows),
-               read_vector<float>(grad_lp, "grad_log_prob", "float32", x.rows),
-               grad_h.is_none() ? nullptr : read_vector<float>(grad_h, "grad_entropy", "float32", x.rows)};
-    check_valid(num_valid, x, c, threads);
-    py::gil_scoped_release release;
-    row_backward(x, to, y, num_valid, static_cast<float>(c), g, threads);
-  });
+  m.def(
+      "row_backward", [](const py::object& logits, const py::object& out, const py::object& local_targets,
+                         int64_t num_valid, double c, const py::object& m, const py::object& log_z,
+                         const py::object& entropy, const py::object& grad_lp, const py::object& grad_h, int threads) {
+        const Logits x = read_logits(logits, "logits"), to = read_logits(out, "out");
+        if (to.rows != x.rows || to.columns != x.columns || to.dtype != x.dtype)
+          refuse("out", "of shape (" + std::to_string(to.rows) + ", " + std::to_string(to.columns) + ")",
+                 "shape and dtype must be the logits'");
+        const int64_t* y = read_vector<int64_t>(local_targets, "local_targets", "int64", x.rows);
+        RowGrads g{read_vector<float>(m, "m", "float32", x.rows), read_vector<float>(log_z, "log_z", "float32", x.rows),
+                   read_vector<float>(entropy, "entropy", "float32", x.rows),
+                   read_vector<float>(grad_lp, "grad_log_prob", "float32", x.rows),
+                   grad_h.is_none() ? nullptr : read_vector<float>(grad_h, "grad_entropy", "float32", x.rows)};
+        check_valid(num_valid, x, c, threads);
+        py::gil_scoped_release release;
+        row_backward(x, to, y, num_valid, static_cast<float>(c), g, threads);
+      });
 }

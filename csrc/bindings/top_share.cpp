@@ -33,7 +33,10 @@ struct Selector {
   bool is_split = false;
 
   Selector(py::object scores_, py::object uid_, py::object position_, int64_t n_, int threads)
-      : scores(std::move(scores_)), uid(std::move(uid_)), position(std::move(position_)), n(n_),
+      : scores(std::move(scores_)),
+        uid(std::move(uid_)),
+        position(std::move(position_)),
+        n(n_),
         top(read_vector<float>(scores, "scores", "float32", n), read_vector<int64_t>(uid, "uid", "int64", n),
             read_vector<int64_t>(position, "position", "int64", n), n, threads) {}
 
@@ -52,58 +55,67 @@ void bind_top_share(py::module_& m) {
         if (threads < 1) refuse("threads", std::to_string(threads), "pass 1 or more");
         return new Selector(scores, uid, position, t.size(0), threads);
       }))
-      .def("sample", [](Selector& s, const py::object& out) {
-        int64_t* counts = read_vector<int64_t>(out, "out", "int64", BINS);
-        py::gil_scoped_release release;
-        s.top.sample(counts);
-      })
-      .def("refine", [](Selector& s, uint32_t low, uint32_t high, const py::object& out) {
-        int64_t* counts = read_vector<int64_t>(out, "out", "int64", 2 * BINS);
-        py::gil_scoped_release release;
-        s.top.refine(low, high, counts);
-      })
-      .def("split", [](Selector& s, uint32_t low, uint32_t high, const py::object& mask, const py::object& out) {
-        uint8_t* kept = mask.is_none() ? nullptr : read_vector<uint8_t>(mask, "mask", "bool", s.n);
-        int64_t* counts = read_vector<int64_t>(out, "out", "int64", 3);
-        if (low < LEAST_KEY || high > LARGEST_KEY || low > high)
-          refuse("bracket", "[" + std::to_string(low) + ", " + std::to_string(high) + "]", "pass keys of finite floats");
-        py::gil_scoped_release release;
-        if (kept) ask_for_large_pages(kept, s.n);
-        s.top.split(low, high, kept, counts);
-        s.is_split = true;
-      })
-      .def("count_broken", [](Selector& s, const py::object& out) {
-        int64_t* counts = read_vector<int64_t>(out, "out", "int64", 2);
-        py::gil_scoped_release release;
-        s.top.count_broken(counts);
-      })
+      .def("sample",
+           [](Selector& s, const py::object& out) {
+             int64_t* counts = read_vector<int64_t>(out, "out", "int64", BINS);
+             py::gil_scoped_release release;
+             s.top.sample(counts);
+           })
+      .def("refine",
+           [](Selector& s, uint32_t low, uint32_t high, const py::object& out) {
+             int64_t* counts = read_vector<int64_t>(out, "out", "int64", 2 * BINS);
+             py::gil_scoped_release release;
+             s.top.refine(low, high, counts);
+           })
+      .def("split",
+           [](Selector& s, uint32_t low, uint32_t high, const py::object& mask, const py::object& out) {
+             uint8_t* kept = mask.is_none() ? nullptr : read_vector<uint8_t>(mask, "mask", "bool", s.n);
+             int64_t* counts = read_vector<int64_t>(out, "out", "int64", 3);
+             if (low < LEAST_KEY || high > LARGEST_KEY || low > high)
+               refuse("bracket", "[" + std::to_string(low) + ", " + std::to_string(high) + "]",
+                      "pass keys of finite floats");
+             py::gil_scoped_release release;
+             if (kept) ask_for_large_pages(kept, s.n);
+             s.top.split(low, high, kept, counts);
+             s.is_split = true;
+           })
+      .def("count_broken",
+           [](Selector& s, const py::object& out) {
+             int64_t* counts = read_vector<int64_t>(out, "out", "int64", 2);
+             py::gil_scoped_release release;
+             s.top.count_broken(counts);
+           })
       .def("look_at_keys", [](Selector& s) { s.top.look_at_keys(); })
       .def("look_at_uids", [](Selector& s, int64_t key) { s.top.look_at_uids(key); })
       .def("look_at_positions", [](Selector& s, int64_t uid) { s.top.look_at_positions(uid); })
-      .def("narrow", [](Selector& s, int64_t first, int64_t last) {
-        s.need_split();
-        py::gil_scoped_release release;
-        s.top.narrow(first, last);
-      })
-      .def("ends", [](Selector& s, const py::object& out) {
-        int64_t* ends = read_vector<int64_t>(out, "out", "int64", 2);
-        s.need_split();
-        py::gil_scoped_release release;
-        s.top.ends(ends);
-      })
-      .def("counts", [](Selector& s, int64_t first, int shift, const py::object& out) {
-        const Tensor t = read_tensor(out, "out");
-        if (t.shape.size() != 1) refuse("out", "of shape " + show(t.shape), "pass one dimension");
-        int64_t* counts = read_vector<int64_t>(out, "out", "int64", t.size(0));
-        s.need_split();
-        if (shift < 0 || shift > 63) refuse("shift", std::to_string(shift), "pass 0 to 63");
-        bool fits;
-        {
-          py::gil_scoped_release release;
-          fits = s.top.counts(first, shift, counts, t.size(0));
-        }
-        if (!fits) refuse("out", "of length " + std::to_string(t.size(0)), "too short for these values and this shift");
-      })
+      .def("narrow",
+           [](Selector& s, int64_t first, int64_t last) {
+             s.need_split();
+             py::gil_scoped_release release;
+             s.top.narrow(first, last);
+           })
+      .def("ends",
+           [](Selector& s, const py::object& out) {
+             int64_t* ends = read_vector<int64_t>(out, "out", "int64", 2);
+             s.need_split();
+             py::gil_scoped_release release;
+             s.top.ends(ends);
+           })
+      .def("counts",
+           [](Selector& s, int64_t first, int shift, const py::object& out) {
+             const Tensor t = read_tensor(out, "out");
+             if (t.shape.size() != 1) refuse("out", "of shape " + show(t.shape), "pass one dimension");
+             int64_t* counts = read_vector<int64_t>(out, "out", "int64", t.size(0));
+             s.need_split();
+             if (shift < 0 || shift > 63) refuse("shift", std::to_string(shift), "pass 0 to 63");
+             bool fits;
+             {
+               py::gil_scoped_release release;
+               fits = s.top.counts(first, shift, counts, t.size(0));
+             }
+             if (!fits)
+               refuse("out", "of length " + std::to_string(t.size(0)), "too short for these values and this shift");
+           })
       .def("write", [](Selector& s, int64_t key, int64_t tie_uid, int64_t tie_position, const py::object& mask) {
         uint8_t* kept = read_vector<uint8_t>(mask, "mask", "bool", s.n);
         s.need_split();

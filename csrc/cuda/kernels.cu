@@ -61,8 +61,8 @@ const char* row_backward(const void* logits, void* out, Dtype dtype, const int64
 }
 
 const char* max_variance(const double* values, const int64_t* tie_key, const int64_t* order, const int64_t* borders,
-                         const int64_t* items_at, int64_t segments, int64_t m, void* items, double* sums,
-                         uint8_t* mask, int* status, int device, uintptr_t stream) {
+                         const int64_t* items_at, int64_t segments, int64_t m, void* items, double* sums, uint8_t* mask,
+                         int* status, int device, uintptr_t stream) {
   return guarded(device, [&] {
     launch_max_variance(values, tie_key, order, borders, items_at, segments, m, items, sums, mask, status,
                         as_stream(stream));

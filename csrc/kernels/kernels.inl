@@ -1,6 +1,6 @@
 // The kernels, once per instruction set. The includer defines D3S_ISA and D3S_LANES and includes the intrinsics.
-#include <cstdint>
 #include <cmath>
+#include <cstdint>
 
 #include "d3s/kernels.hpp"
 
@@ -10,9 +10,9 @@ namespace {
 
 #include "simd.hpp"
 
-constexpr int CHUNK = 32;              // logical lanes; summed in one fixed order, so AVX2 and AVX-512 agree bit for bit
+constexpr int CHUNK = 32;  // logical lanes; summed in one fixed order, so AVX2 and AVX-512 agree bit for bit
 constexpr int VECTORS = CHUNK / LANES;
-constexpr int64_t BLOCK = 4096;        // a block is read from memory once and from the first-level cache once more
+constexpr int64_t BLOCK = 4096;  // a block is read from memory once and from the first-level cache once more
 constexpr float NO_MASS = -INFINITY;
 
 struct Sums {
@@ -134,9 +134,12 @@ void row_backward(const typename T::raw* x, typename T::raw* out, int64_t n, flo
 
 void row_stats_any(const void* x, Dtype dtype, int64_t n, float c, double* state) {
   switch (dtype) {
-    case Dtype::f32: return row_stats<F32>(static_cast<const float*>(x), n, c, state);
-    case Dtype::bf16: return row_stats<BF16>(static_cast<const uint16_t*>(x), n, c, state);
-    case Dtype::f16: return row_stats<F16>(static_cast<const uint16_t*>(x), n, c, state);
+    case Dtype::f32:
+      return row_stats<F32>(static_cast<const float*>(x), n, c, state);
+    case Dtype::bf16:
+      return row_stats<BF16>(static_cast<const uint16_t*>(x), n, c, state);
+    case Dtype::f16:
+      return row_stats<F16>(static_cast<const uint16_t*>(x), n, c, state);
   }
 }
 
@@ -147,16 +150,18 @@ void row_backward_typed(const void* x, void* out, int64_t n, float c, float m, f
   auto* to = static_cast<typename T::raw*>(out);
   if (grad_h != 0)  // a NaN counts as not 0
     row_backward<T, true>(from, to, n, c, m, log_z, entropy, grad_lp, grad_h);
-  else
-    row_backward<T, false>(from, to, n, c, m, log_z, entropy, grad_lp, grad_h);
+  else row_backward<T, false>(from, to, n, c, m, log_z, entropy, grad_lp, grad_h);
 }
 
 void row_backward_any(const void* x, void* out, Dtype dtype, int64_t n, float c, float m, float log_z, float entropy,
                       float grad_lp, float grad_h) {
   switch (dtype) {
-    case Dtype::f32: return row_backward_typed<F32>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
-    case Dtype::bf16: return row_backward_typed<BF16>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
-    case Dtype::f16: return row_backward_typed<F16>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
+    case Dtype::f32:
+      return row_backward_typed<F32>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
+    case Dtype::bf16:
+      return row_backward_typed<BF16>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
+    case Dtype::f16:
+      return row_backward_typed<F16>(x, out, n, c, m, log_z, entropy, grad_lp, grad_h);
   }
 }
 

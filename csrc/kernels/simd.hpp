@@ -127,8 +127,9 @@ struct F16 {
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2_HIGH = 0.693359375f;  // 9 bits: n * LN2_HIGH is exact for the n that occur
 constexpr float LN2_LOW = -2.12194440e-4f;
-constexpr float ROUND_MAGIC = 12582912.0f + 127.0f;  // 1.5 * 2^23: adding it rounds to an integer, + 127 the exponent bias
-constexpr float LOWEST_POWER = -127.25f;             // clamped here, 2^n is built as +0, so e^x is exactly 0
+constexpr float ROUND_MAGIC =
+    12582912.0f + 127.0f;                 // 1.5 * 2^23: adding it rounds to an integer, + 127 the exponent bias
+constexpr float LOWEST_POWER = -127.25f;  // clamped here, 2^n is built as +0, so e^x is exactly 0
 
 // e^r for |r| <= ln2 / 2, relative error 5e-9 before rounding; own least-squares fit at Chebyshev nodes.
 D3S_INLINE vf exp_reduced(vf r) {

@@ -16,14 +16,14 @@ namespace {
 
 std::mt19937_64 rng(7);
 
-#define CHECK(ok, ...)                                             \
-  do {                                                             \
-    if (!(ok)) {                                                   \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #ok);         \
-      std::printf(__VA_ARGS__);                                    \
-      std::printf("\n");                                           \
-      std::exit(1);                                                \
-    }                                                              \
+#define CHECK(ok, ...)                                     \
+  do {                                                     \
+    if (!(ok)) {                                           \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #ok); \
+      std::printf(__VA_ARGS__);                            \
+      std::printf("\n");                                   \
+      std::exit(1);                                        \
+    }                                                      \
   } while (0)
 
 float normal() { return std::normal_distribution<float>(0, 3)(rng); }
@@ -52,7 +52,8 @@ void test_rows(Dtype dtype, int64_t rows, int64_t columns, int64_t valid, int th
     if (top == -HUGE_VAL) continue;
     const double s = state[rows + r], w_got = state[2 * rows + r];
     CHECK(state[r] == top, "m %g, want %g", state[r], top);
-    CHECK(std::fabs(s + 1 - z) <= 1e-6 * z && std::fabs(w_got - w) <= 1e-6 * (w + 1e-9), "%g %g, want %g %g", s, w_got, z - 1, w);
+    CHECK(std::fabs(s + 1 - z) <= 1e-6 * z && std::fabs(w_got - w) <= 1e-6 * (w + 1e-9), "%g %g, want %g %g", s, w_got,
+          z - 1, w);
     if (y[r] >= 0) CHECK(target[r] == x.entry(r, y[r]), "target %g", target[r]);
     m[r] = static_cast<float>(top);
     log_z[r] = static_cast<float>(std::log1p(s));
@@ -68,7 +69,9 @@ void test_variance(int64_t n, int64_t m, int kind) {
   std::vector<double> x(n);
   std::vector<int64_t> key(n), segments(n);
   for (int64_t i = 0; i < n; i++) {
-    x[i] = kind == 0 ? normal() : kind == 1 ? static_cast<double>(below(3)) : std::exp2(-static_cast<double>(below(900)));
+    x[i] = kind == 0   ? normal()
+           : kind == 1 ? static_cast<double>(below(3))
+                       : std::exp2(-static_cast<double>(below(900)));
     key[i] = static_cast<int64_t>(rng());
     segments[i] = below(4);
   }
@@ -80,7 +83,8 @@ void test_variance(int64_t n, int64_t m, int kind) {
   max_variance::select_segments(x.data(), key.data(), segments.data(), n, m, mask.data());
   std::map<int64_t, std::pair<int64_t, int64_t>> of_segment;
   for (int64_t i = 0; i < n; i++) of_segment[segments[i]].first++, of_segment[segments[i]].second += mask[i];
-  for (const auto& [id, sizes] : of_segment) CHECK(sizes.second == std::min(m, sizes.first), "segment %lld", (long long)id);
+  for (const auto& [id, sizes] : of_segment)
+    CHECK(sizes.second == std::min(m, sizes.first), "segment %lld", (long long)id);
 }
 
 void test_share(int64_t n, double rho, int kind, int threads) {
@@ -115,7 +119,8 @@ void test_share(int64_t n, double rho, int kind, int threads) {
       while (wanted > bins[digit]) wanted -= bins[digit++];
       const uint64_t from = static_cast<uint64_t>(low) + (static_cast<uint64_t>(digit) << shift);
       const uint64_t to = from + (uint64_t{1} << shift) - 1;
-      top.narrow(static_cast<int64_t>(from), static_cast<int64_t>(std::min<uint64_t>(to - low, static_cast<uint64_t>(high) - low) + low));
+      top.narrow(static_cast<int64_t>(from),
+                 static_cast<int64_t>(std::min<uint64_t>(to - low, static_cast<uint64_t>(high) - low) + low));
     }
   };
   top.look_at_keys();

@@ -39,9 +39,9 @@ struct Block {
   ucontext_t scheduler;
   Fiber* running = nullptr;
   std::function<void()> body;
-  unsigned arrived = 0, generation = 0;                  // of the block's barrier
-  std::vector<unsigned> warp_arrived, warp_generation;   // of each warp's
-  std::vector<uint32_t> slots;                           // what a thread offers to the others of its warp
+  unsigned arrived = 0, generation = 0;                 // of the block's barrier
+  std::vector<unsigned> warp_arrived, warp_generation;  // of each warp's
+  std::vector<uint32_t> slots;                          // what a thread offers to the others of its warp
 };
 
 inline Block* block = nullptr;
@@ -166,12 +166,12 @@ inline uint16_t __half_as_ushort(__half x) {
 inline float __half2float(__half x) { return static_cast<float>(x); }
 inline __half __float2half_rn(float x) { return static_cast<__half>(x); }
 
-#define D3S_LAUNCH(kernel, grid, threads, stream, ...)                           \
-  do {                                                                           \
-    (void)(stream);                                                              \
-    emulator::grid_size.x = static_cast<unsigned>(grid);                         \
-    for (unsigned g = 0; g < emulator::grid_size.x; g++) {                       \
-      emulator::block_index.x = g;                                               \
-      emulator::run_block(threads, [&] { kernel(__VA_ARGS__); });                \
-    }                                                                            \
+#define D3S_LAUNCH(kernel, grid, threads, stream, ...)            \
+  do {                                                            \
+    (void)(stream);                                               \
+    emulator::grid_size.x = static_cast<unsigned>(grid);          \
+    for (unsigned g = 0; g < emulator::grid_size.x; g++) {        \
+      emulator::block_index.x = g;                                \
+      emulator::run_block(threads, [&] { kernel(__VA_ARGS__); }); \
+    }                                                             \
   } while (0)

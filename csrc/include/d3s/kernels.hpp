@@ -17,7 +17,8 @@ struct SplitCounts {
 struct Kernels {
   const char* name;
 
-  // Adds the statistics of x[0..n) to state = {m, s, W}: see d3s_megatron/ops/row_stats.py. An empty state is {-inf, 0, 0}.
+  // Adds the statistics of x[0..n) to state = {m, s, W}: see d3s_megatron/ops/row_stats.py. An empty state is {-inf, 0,
+  // 0}.
   void (*row_stats)(const void* x, Dtype dtype, int64_t n, float c, double* state);
 
   // out[i] = grad of the logit x[i]: see reference_backward there; the target's entry is written by the caller.
@@ -37,8 +38,8 @@ extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
 
-const Kernels& kernels();                // the best this processor runs, unless a test chose another
-bool choose_kernels(const char* name);   // for tests; "" goes back to the best; false: not on this processor
-const char* supported_kernels();         // space-separated names
+const Kernels& kernels();               // the best this processor runs, unless a test chose another
+bool choose_kernels(const char* name);  // for tests; "" goes back to the best; false: not on this processor
+const char* supported_kernels();        // space-separated names
 
 }  // namespace d3s

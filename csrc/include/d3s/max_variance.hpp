@@ -15,7 +15,7 @@
 namespace d3s {
 namespace max_variance {
 
-constexpr int64_t SORT_BELOW = 4096;    // fewer values are sorted: simpler, and as fast
+constexpr int64_t SORT_BELOW = 4096;     // fewer values are sorted: simpler, and as fast
 constexpr double TIE_TOLERANCE = 1e-12;  // relative; splits closer than float64 noise are tied
 
 struct Range {
@@ -56,7 +56,8 @@ inline Range range_and_mean(const double* x, int64_t n) {
 inline int64_t split_of_sorted(const double* descending, int64_t n, int64_t m) {
   if (m == 0) return 0;
   if (descending[0] == descending[n - 1]) return (m + 1) / 2;
-  const double unit = std::max(std::fabs(descending[0]), std::fabs(descending[n - 1]));  // squares must not leave float64
+  const double unit =
+      std::max(std::fabs(descending[0]), std::fabs(descending[n - 1]));  // squares must not leave float64
   double mean = 0;
   for (int64_t i = 0; i < n; i++) mean += descending[i] / unit;
   mean /= static_cast<double>(n);
@@ -101,10 +102,10 @@ inline Split split_by_sorting(const double* x, int64_t n, int64_t m) {
 
 // Values that lie between two ascending ranks, sorted, with the sum of all values below them.
 struct Window {
-  int64_t first = 0;             // rank of values[0]
-  double below = 0;              // sum of the values of smaller rank, relative to the mean
-  std::vector<double> values;    // ascending
-  std::vector<double> prefix;    // prefix[i] = below + values[0..i) relative to the mean
+  int64_t first = 0;           // rank of values[0]
+  double below = 0;            // sum of the values of smaller rank, relative to the mean
+  std::vector<double> values;  // ascending
+  std::vector<double> prefix;  // prefix[i] = below + values[0..i) relative to the mean
 
   bool has(int64_t rank) const { return rank >= first && rank < first + static_cast<int64_t>(values.size()); }
   double at(int64_t rank) const { return values[rank - first]; }
@@ -123,7 +124,8 @@ class Bins {
  public:
   Bins(const double* x, int64_t n, const Range& range) : range_(range), last_(n < (1 << 16) ? 255 : MOST - 1) {
     double sample[SAMPLE];
-    for (int64_t i = 0; i < SAMPLE; i++) sample[i] = x[(n - 1) / (SAMPLE - 1) * i + (n - 1) % (SAMPLE - 1) * i / (SAMPLE - 1)];
+    for (int64_t i = 0; i < SAMPLE; i++)
+      sample[i] = x[(n - 1) / (SAMPLE - 1) * i + (n - 1) % (SAMPLE - 1) * i / (SAMPLE - 1)];
     std::sort(sample, sample + SAMPLE);
     low_ = sample[1];
     width_ = (sample[SAMPLE - 2] - low_) / (last_ - 1);
@@ -145,14 +147,20 @@ class Bins {
     t = t > 0.0 ? t : 0.0;
     return static_cast<int>(t < last_ ? t : last_);
   }
-  int of_rank(int64_t rank) const { return static_cast<int>(std::upper_bound(rank_, rank_ + last_ + 1, rank) - rank_) - 1; }
+  int of_rank(int64_t rank) const {
+    return static_cast<int>(std::upper_bound(rank_, rank_ + last_ + 1, rank) - rank_) - 1;
+  }
   int64_t first_rank(int bin) const { return rank_[bin]; }
   double sum_before(int bin) const { return total_[bin]; }
   double total() const { return total_[last_ + 1]; }
 
   // No value of the bin is outside; an ulp of rounding at an edge is below `noise` in the search.
-  double low_end(int b) const { return b == 0 || scale_ == 0 ? range_.low : std::max(range_.low, low_ + (b - 1) * width_); }
-  double high_end(int b) const { return b == last_ || scale_ == 0 ? range_.high : std::min(range_.high, low_ + b * width_); }
+  double low_end(int b) const {
+    return b == 0 || scale_ == 0 ? range_.low : std::max(range_.low, low_ + (b - 1) * width_);
+  }
+  double high_end(int b) const {
+    return b == last_ || scale_ == 0 ? range_.high : std::min(range_.high, low_ + b * width_);
+  }
 
   // Bounds of the sum of the `rank` smallest values, relative to the mean: ascending, the first of a bin have at most
   // the bin's average each.
@@ -192,7 +200,9 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
     bins.sum_below(m - k, low_least, low_most);
     const double s_least = total - high_most + low_least, s_most = total - high_least + low_most;
     const int bin_b = bins.of_rank(b), bin_a = bins.of_rank(a);
-    auto phi_of = [&](double vb, double va, double s) { return (dm - 1) * (vb - mean) + (dm + 1) * (va - mean) - 2 * s; };
+    auto phi_of = [&](double vb, double va, double s) {
+      return (dm - 1) * (vb - mean) + (dm + 1) * (va - mean) - 2 * s;
+    };
     if (phi_of(bins.low_end(bin_b), bins.low_end(bin_a), s_most) > noise) return 1;
     if (phi_of(bins.high_end(bin_b), bins.high_end(bin_a), s_least) < -noise) return -1;
     return 0;
@@ -201,12 +211,14 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
   for (int64_t from = 0, to = m; from < to;) {
     const int64_t k = from + (to - from) / 2;
     const int sign = sign_by_bins(k);
-    if (sign > 0) from = left = k + 1; else to = k;
+    if (sign > 0) from = left = k + 1;
+    else to = k;
   }
   for (int64_t from = left, to = m; from < to;) {
     const int64_t k = from + (to - from) / 2;
     const int sign = sign_by_bins(k);
-    if (sign < 0) to = right = k; else from = k + 1;
+    if (sign < 0) to = right = k;
+    else from = k + 1;
   }
 
   // Every rank that a decision or a border in [left, right] can ask for, one step more on each side for ties.
@@ -243,7 +255,8 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
   int64_t k = left;
   for (int64_t to = right; k < to;) {
     const int64_t middle = k + (to - k) / 2;
-    if (phi(middle) > 0) k = middle + 1; else to = middle;
+    if (phi(middle) > 0) k = middle + 1;
+    else to = middle;
   }
 
   // Ties: walk towards the balanced split while what is lost stays below the tolerance.
@@ -331,8 +344,7 @@ inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m
     split = split_by_sorting(x, n, m);
   } else {
     const Range range = range_and_mean(x, n);
-    if (range.low == range.high)
-      split = {(m + 1) / 2, range.low, m / 2 ? range.low : -HUGE_VAL};
+    if (range.low == range.high) split = {(m + 1) / 2, range.low, m / 2 ? range.low : -HUGE_VAL};
     else if (!(range.high - range.low > 1e-140 && range.high < 1e140 && range.low > -1e140) ||
              !split_by_search(x, n, m, range, split))
       split = split_by_sorting(x, n, m);

@@ -90,7 +90,8 @@ class TopShare {
     low_ = low;
     high_ = high;
     // Parts end where the mask's large pages do: two threads that meet in a page would both pay for zeroing it.
-    const int64_t first = std::min(n_, mask ? PART - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mask) % PART) : PART);
+    const int64_t first =
+        std::min(n_, mask ? PART - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mask) % PART) : PART);
     parts_.clear();
     parts_.resize(n_ ? 1 + (n_ - first + PART - 1) / PART : 0);
     parallel_for(n_ < (1 << 18) ? 1 : threads_, static_cast<int64_t>(parts_.size()), [&](int64_t p) {
@@ -101,9 +102,9 @@ class TopShare {
       part.offsets.reset(static_cast<uint32_t*>(std::malloc(capacity * sizeof(uint32_t))));
       part.values.reset(static_cast<float*>(std::malloc(capacity * sizeof(float))));
       const bool room = part.offsets && part.values;
-      part.counts = kernels().split(x_ + part.start, part.size, score_of(low), score_of(high),
-                                    mask ? mask + part.start : nullptr, part.offsets.get(), part.values.get(),
-                                    room ? capacity : 0);
+      part.counts =
+          kernels().split(x_ + part.start, part.size, score_of(low), score_of(high), mask ? mask + part.start : nullptr,
+                          part.offsets.get(), part.values.get(), room ? capacity : 0);
       if (!part.counts.complete) part.drop_lists();
     });
     out[0] = out[1] = out[2] = 0;
@@ -153,7 +154,8 @@ class TopShare {
       std::vector<int64_t> here;
       bool fits = true;
       each_value(p, [&](int64_t v) {
-        if (static_cast<int64_t>(here.size()) < POOL) here.push_back(v); else fits = false;
+        if (static_cast<int64_t>(here.size()) < POOL) here.push_back(v);
+        else fits = false;
       });
       std::lock_guard<std::mutex> lock(mutex);
       small &= fits;
@@ -190,7 +192,8 @@ class TopShare {
       bool fits_here = true;
       each_value(p, [&](int64_t v) {
         const uint64_t bin = (static_cast<uint64_t>(v) - static_cast<uint64_t>(first)) >> shift;
-        if (bin < static_cast<uint64_t>(num_bins)) here[bin]++; else fits_here = false;
+        if (bin < static_cast<uint64_t>(num_bins)) here[bin]++;
+        else fits_here = false;
       });
       std::lock_guard<std::mutex> lock(mutex);
       for (int64_t b = 0; b < num_bins; b++) out[b] += here[b];
@@ -220,8 +223,9 @@ class TopShare {
   }
 
  private:
-  static constexpr int64_t PART = int64_t{1} << 21;  // scores a task takes: 8 MB of them, 2 MB of mask; offsets fit 32 bits
-  static constexpr int64_t SLACK = 64;               // split() stores whole vectors
+  static constexpr int64_t PART = int64_t{1}
+                                  << 21;  // scores a task takes: 8 MB of them, 2 MB of mask; offsets fit 32 bits
+  static constexpr int64_t SLACK = 64;    // split() stores whole vectors
   static constexpr int64_t POOL = int64_t{1} << 14;  // survivors of a part that are worth keeping
 
   struct Free {
@@ -257,10 +261,8 @@ class TopShare {
 
   template <class Body>
   void each_part(const Body& body) const {
-    if (pooled_)
-      body(0);
-    else
-      parallel_for(threads_for_lists(), static_cast<int64_t>(parts_.size()), body);
+    if (pooled_) body(0);
+    else parallel_for(threads_for_lists(), static_cast<int64_t>(parts_.size()), body);
   }
 
   // Calls body(value) for every undecided value of a part.

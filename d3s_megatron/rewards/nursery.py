@@ -9,7 +9,8 @@ when its socket closes, and the kernel kills it when the nursery dies first.
 
 Control messages (nursery side): first a length and JSON settings, answered by a length and JSON {"error": str | null};
 then b"s" with one socket passed along (fork a worker on it; answered by its process id), or b"k" and a process id
-(kill and reap it; no answer, for a process of low priority takes its time to die). Integers are 8 bytes, little endian.
+(kill it; no answer, and it is reaped later, for on a loaded machine dying takes time). Integers are 8 bytes, little
+endian.
 """
 
 from __future__ import annotations

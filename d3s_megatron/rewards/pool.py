@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +34,7 @@ EXTRA = 32  # slow answers that may keep a process each, beside the working ones
 ANSWERS_PER_WORKER = 5000
 MOST_AT_ONCE = 16  # answers handed to a worker in one message; it replies to each
 _SLOW_SECONDS = 0.1  # longer than ordinary answers take; doubled in a batch at every false alarm
+_MOST_REASONS = 5  # of crashes that are logged for a batch
 _SETUP = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -119,6 +120,7 @@ class WorkerPool:
         results: list[Judged | None] = [None] * len(items)
         waiting = deque(_Job(index) for index in range(len(items)))
         retries: deque[_Job] = deque()
+        crashes: Counter[str] = Counter()
         self._slow = self._slow_at_first
         with selectors.DefaultSelector() as selector:
 
@@ -154,7 +156,7 @@ class WorkerPool:
                     except (EOFError, ConnectionResetError):
                         value, status, message = None, "crash", "the worker process died"
                     if status == "crash":
-                        logger.warning("judging answer %d of this batch crashed: %s", job.index, message)
+                        crashes[message] += 1
                         stop(worker, "crash")  # its memory may be in any state
                         continue
                     results[job.index] = Judged(value, status)
@@ -176,6 +178,8 @@ class WorkerPool:
                         while len(worker.jobs) > 1:  # the rest need not wait for it
                             waiting.appendleft(worker.jobs.pop())
                             worker.ends = True
+        for message, num in crashes.most_common(_MOST_REASONS):
+            logger.warning("judging crashed %d times in a batch of %d answers: %s", num, len(items), message)
         assert all(result is not None for result in results)
         return results  # type: ignore[return-value]
 

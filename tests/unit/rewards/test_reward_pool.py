@@ -92,6 +92,13 @@ def test_a_crash_is_tried_once_more(pool, verb, tmp_path):
     assert len(mark.read_text().splitlines()) == 2
 
 
+def test_reasons_of_crashes_are_logged_once_a_batch(pool, caplog):
+    pool.map([("raise", "")] * 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "judging crashed 20 times in a batch of 10 answers: RuntimeError: on purpose"
+    ]
+
+
 def test_a_second_try_may_succeed(pool, tmp_path):
     assert pool.map([("once", str(tmp_path / "tries"))]) == [Judged(1.0, "right")]
 

@@ -134,9 +134,14 @@ def gather_rows(local: Tensor, layout: Layout) -> list[Tensor]:
     return [rows[:size].cpu() for rows, size in zip(out, sizes.tolist(), strict=True)]
 
 
-def shutdown() -> None:
-    """Leaves the process groups; a later `init_parallel` starts afresh."""
+def leave_layout() -> None:
+    """Leaves megatron-core's groups but not the world; `init_parallel` may then make another layout."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def shutdown() -> None:
+    """Leaves the process groups; a later `init_parallel` starts afresh."""
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Short names of layouts, as the doctor's command line has them: tp2, tp2sp, pp2vpp2, tp2pp2dp2."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+}
+_NAME = re.compile(r"(?:(tp|pp|vpp|dp)(\d+)|(sp))")
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """A layout, the number of processes it takes, and what ActorConfig has to say for it."""
+
+    name: str
+    num_processes: int
+    actor: dict[str, Any]
+
+
+def parse_layout(name: str) -> NamedLayout:
+    """tp2sp -> two processes with sequence parallelism; ValueError where it is no such name."""
+    parts = list(_NAME.finditer(name))
+    kinds = [part[1] or part[3] for part in parts]
+    if not parts or "".join(part[0] for part in parts) != name or len(set(kinds)) < len(kinds):
+        raise ValueError(f"layout {name!r} is not understood: join tp, pp, vpp, dp with a number, and sp, as in tp2sp")
+    sizes = {part[1]: int(part[2]) for part in parts if part[1]}
+    actor: dict[str, Any] = {SIZES[kind]: size for kind, size in sizes.items() if kind in SIZES}
+    if "sp" in kinds:
+        actor["sequence_parallel"] = True
+    return NamedLayout(name, sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1), actor)

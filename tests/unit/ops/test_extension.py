@@ -218,6 +218,7 @@ def ok_arguments():
     bins = torch.zeros(4096, dtype=torch.int64)
     return [
         (ext.max_variance_subset, [d, 2, i, None, b]),
+        (ext.balanced_partition, [i, 3, False, i.clone()]),
         (ext.TopShare, [f, i, i, 1]),
         (ext.row_stats, [x, i - 9, 3, 1.0, torch.zeros(24, dtype=torch.float64), d, 1]),
         (ext.row_backward, [x, x.clone(), i - 9, 3, 1.0, f, f, f, f, None, 1]),

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3s_megatron.ops import balanced_partition, first_fit
+from d3s_megatron.ops import backend, balanced_partition, first_fit
 
 
 def naive_first_fit(lengths, capacity):
@@ -30,6 +30,13 @@ def test_first_fit_refuses_what_cannot_fit():
         first_fit([3, 11], 10)
 
 
+@given(st.lists(st.integers(0, 9) | st.integers(0, 1 << 40), max_size=40), st.integers(1, 7))
+def test_backends_agree(lengths, parts):
+    with backend("reference"):
+        want = balanced_partition(lengths, parts)
+    assert balanced_partition(lengths, parts) == want
+
+
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6))
 def test_partition_covers_and_is_even(lengths, parts):
     lists = balanced_partition(lengths, parts)
@@ -49,5 +56,7 @@ def test_partition_known():
     assert balanced_partition([4, 4, 4, 4], 2) == balanced_partition([4, 4, 4, 4], 2)
     with pytest.raises(ValueError, match="num_parts=0"):
         balanced_partition([1], 0)
+    with pytest.raises(ValueError, match=r"lengths\[1\]=-2"):
+        balanced_partition([1, -2], 2)
     with pytest.raises(ValueError, match="5 lengths"):
         balanced_partition([1] * 5, 2, equal_count=True)

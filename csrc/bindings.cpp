@@ -7,6 +7,7 @@ void bind_state(py::module_& m);
 void bind_max_variance(py::module_& m);
 void bind_top_share(py::module_& m);
 void bind_row_stats(py::module_& m);
+void bind_packing(py::module_& m);
 #if defined(D3S_WITH_CUDA)
 void bind_cuda(py::module_& m);
 #endif
@@ -17,6 +18,7 @@ PYBIND11_MODULE(_ext, m) {
   bind_max_variance(m);
   bind_top_share(m);
   bind_row_stats(m);
+  bind_packing(m);
 #if defined(D3S_WITH_CUDA)
   bind_cuda(m);
 #endif

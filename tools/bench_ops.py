@@ -317,7 +317,7 @@ def _two_ranks(rank: int, n: int, rounds: int, folder: str) -> None:
 
     def gathered(pick: Callable[[Tensor, int], Tensor]) -> Tensor:
         everyone = torch.empty(n)
-        dist.all_gather_into_tensor(everyone, x)
+        dist.all_gather_single(everyone, x)
         return pick(everyone, k)[rank * half : (rank + 1) * half]
 
     jobs: dict[str, Job] = {

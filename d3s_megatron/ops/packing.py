@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import torch
+
+from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import require
 
 
@@ -40,16 +43,32 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: b
 
     With equal_count every list has len(lengths) / num_parts indices. Lists are ascending, and ordered by their
     smallest index, empty ones last. Karmarkar and Karp (1982); ties fall by index, so every rank gets the same lists.
-    Raises ValueError where num_parts < 1, or does not divide the count while equal_count is asked for.
+    Raises ValueError where num_parts < 1, a length is negative, or equal counts are asked for and cannot be.
     """
     require(num_parts >= 1, f"num_parts={num_parts}; pass 1 or more")
     num = len(lengths)
+    for at, length in enumerate(lengths):
+        require(length >= 0, f"lengths[{at}]={length}; lengths are 0 or more")
     require(
         not equal_count or num % num_parts == 0,
         f"{num} lengths cannot be split into {num_parts} lists of equal count; pad them or drop equal_count",
     )
+    ext = extension.module()
+    if ext is not None:
+        part = torch.zeros(num, dtype=torch.int64)
+        ext.balanced_partition(torch.tensor(lengths, dtype=torch.int64), num_parts, equal_count, part)
+        lists: list[list[int]] = [[] for _ in range(num_parts)]
+        for i, p in enumerate(part.tolist()):
+            lists[p].append(i)
+    else:
+        lists = reference_partition(lengths, num_parts, num_parts if equal_count else 1)
+    return sorted(lists, key=lambda members: (not members, members[:1]))
+
+
+def reference_partition(lengths: Sequence[int], num_parts: int, group: int) -> list[list[int]]:
+    """The lists of `balanced_partition`, each ascending, in no set order; group: num_parts for equal counts, else 1."""
+    num = len(lengths)
     order = sorted(range(num), key=lambda i: (-lengths[i], i))
-    group = num_parts if equal_count else 1
     # A state is num_parts lists with their sums, largest first; the two most uneven states are merged,
     # the largest of one with the smallest of the other, until one is left.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -67,5 +86,4 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: b
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
         serial += 1
     parts = heap[0][2] if heap else [(0, []) for _ in range(num_parts)]
-    lists = [sorted(members) for _, members in parts]
-    return sorted(lists, key=lambda members: (not members, members[:1]))
+    return [sorted(members) for _, members in parts]

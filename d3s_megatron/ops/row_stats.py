@@ -69,7 +69,7 @@ def gather_stats(stats: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     if size == 1:
         return stats[None]
     out = torch.empty(size * 4, stats.shape[1], dtype=stats.dtype, device=stats.device)
-    dist.all_gather_into_tensor(out, stats.contiguous(), group=tp_group)
+    dist.all_gather_single(out, stats.contiguous(), group=tp_group)
     return out.view(size, 4, -1)
 
 

@@ -1,0 +1,25 @@
+#include "d3s/packing.hpp"
+
+#include "tensor.hpp"
+
+using namespace d3s;
+
+void bind_packing(py::module_& m) {
+  m.def("balanced_partition", [](const py::object& lengths, int64_t num_parts, bool equal_count,
+                                 const py::object& part) {
+    const Tensor t = read_tensor(lengths, "lengths");
+    if (t.shape.size() != 1) refuse("lengths", "of shape " + show(t.shape), "pass one dimension");
+    const int64_t n = t.size(0);
+    const int64_t* x = read_vector<int64_t>(lengths, "lengths", "int64", n);
+    int64_t* out = read_vector<int64_t>(part, "part", "int64", n);
+    if (num_parts < 1 || num_parts > (int64_t{1} << 20))
+      refuse("num_parts", std::to_string(num_parts), "pass 1 to 2^20");
+    if (equal_count && n % num_parts) refuse("lengths", "of length " + std::to_string(n), "it must divide evenly");
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; i++)
+      if (x[i] < 0 || __builtin_add_overflow(total, x[i], &total))
+        refuse("lengths[" + std::to_string(i) + "]", std::to_string(x[i]), "lengths are 0 or more, their sum in int64");
+    py::gil_scoped_release release;
+    balanced_partition(x, n, num_parts, equal_count ? num_parts : 1, out);
+  });
+}

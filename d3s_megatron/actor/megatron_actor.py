@@ -19,7 +19,7 @@ from d3s_megatron.actor.model import DTYPES, ActorModel, build_model
 from d3s_megatron.actor.packing import fill_up, pack, split_rows
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
 from d3s_megatron.actor.passes import Head, LossFn, score_pass, update_pass
-from d3s_megatron.actor.weights import load_weights, weight_stream
+from d3s_megatron.actor.weights import load_weights, replica_spread, weight_stream
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.types import LossBatch, Sample, Scores, TokenBatch
 
@@ -153,6 +153,10 @@ class MegatronActor:
         if self.config.use_distributed_optimizer:
             raise ValueError("actor.use_distributed_optimizer is true: no rank has whole gradients, switch it off")
         return weight_stream(self.chunks, self.shape, self.layout, lambda parameter: parameter.main_grad)
+
+    def replica_spread(self) -> float:
+        """Largest difference between copies of one weight on several ranks; 0 where all is well."""
+        return replica_spread(self.chunks, self.shape, self.layout)
 
     def _rows(self, samples: Sequence[Sample], scored: Sequence[Tensor] | None) -> list[TokenBatch]:
         """This rank's rows, as many as the busiest data-parallel rank has."""

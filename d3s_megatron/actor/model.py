@@ -87,7 +87,7 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=shape.linear_bias,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -96,6 +96,9 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         virtual_pipeline_model_parallel_size=virtual_chunks(config),
         num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
+        # Interleaved stages send both ways at once; between two ranks a batch of sends would mix up the directions.
+        overlap_p2p_comm=virtual_chunks(config) is not None,
+        batch_p2p_comm=virtual_chunks(config) is None,
         sequence_parallel=config.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,

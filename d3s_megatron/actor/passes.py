@@ -80,17 +80,17 @@ def _hidden(module, micro: _Micro) -> Tensor:
 
 
 def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
-    """(log-probs [S], entropy [S]) of the scored rows; see `_of_states` for the memory they take."""
+    """(log-probs [S], entropy [S]) of the scored rows; see `output_log_probs` for the memory they take."""
     if head.gather_rows:
-        return _of_states(head_rows(model, hidden, micro.rows), model.output_weight(), micro.targets, head)
+        return output_log_probs(head_rows(model, hidden, micro.rows), model.output_weight(), micro.targets, head)
     targets = torch.zeros_like(micro.token_ids[0])
     targets[micro.rows] = micro.targets
     every_row = torch.arange(len(targets), device=targets.device)
-    log_probs, entropy = _of_states(head_rows(model, hidden, every_row), model.output_weight(), targets, head)
+    log_probs, entropy = output_log_probs(head_rows(model, hidden, every_row), model.output_weight(), targets, head)
     return log_probs[micro.rows], entropy[micro.rows]
 
 
-def _of_states(states: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def output_log_probs(states: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """(log-probs [S], entropy [S]) of hidden states [S, H]; logits take at most `max_logits_bytes` at any time.
 
     Without a gradient they are made in row chunks. With one they are kept for the backward pass, which puts their

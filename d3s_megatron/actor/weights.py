@@ -27,7 +27,7 @@ from d3s_megatron.convert import (
     shard_from_hf,
 )
 
-OUTPUT = "output_layer.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def named_parameters(chunks: Sequence[ActorModel]) -> Iterator[tuple[str, Parameter]]:
@@ -81,6 +81,27 @@ def weight_stream(
         for bucket in _buckets(header, bucket_bytes, dtype.itemsize * layout.tp_size):
             mine = [tensor for _, tensor in own[bucket.start : bucket.stop]] if stage == layout.pp_rank else None
             yield from _gather_bucket(header[bucket.start : bucket.stop], mine, stage, dtype, shape, layout)
+
+
+def replica_spread(chunks: Sequence[ActorModel], shape: ModelShape, layout: Layout) -> float:
+    """Largest difference between the copies that several ranks hold of one parameter; a collective.
+
+    Copies: every parameter over the data-parallel ranks, what tensor parallelism does not cut over its ranks, and a
+    tied embedding on first and last stage (fault E10).
+    """
+    spread = torch.zeros(1, device=layout.device)
+    for name, parameter in named_parameters(chunks):
+        groups = [parallel_state.get_data_parallel_group()]
+        if not getattr(parameter, "tensor_model_parallel", False):
+            groups.append(parallel_state.get_tensor_model_parallel_group())
+        if shape.tied and layout.pp_size > 1 and name in (EMBEDDING, OUTPUT):
+            groups.append(parallel_state.get_embedding_group())
+        for group in groups:
+            ends = torch.stack([parameter.detach().float(), -parameter.detach().float()])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            spread = torch.maximum(spread, (ends[0] + ends[1]).max())
+    dist.all_reduce(spread, dist.ReduceOp.MAX)
+    return float(spread)
 
 
 def _buckets(header: list[tuple[str, tuple[int, ...]]], bucket_bytes: int, width: int) -> Iterator[range]:

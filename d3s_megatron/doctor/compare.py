@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # In the order of the step: the first that differs is where the cause is.
-STAGES = ("kept ids", "log-probs", "entropy", "kept tokens", "loss", "grad norm", "gradients")
+STAGES = ("kept ids", "log-probs", "entropy", "kept tokens", "loss", "grad norm", "gradients", "copies")
 
 # A gradient this small beside the largest one is rounding noise (a key's bias hardly matters to the softmax).
 NOISE = 1e-3
@@ -40,6 +40,7 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> list[Difference]:
     for name, grad in want["gradients"].items():
         error = relative(got["gradients"][name], grad, floor=NOISE * largest)
         found.append(Difference("gradients", name, error))
+    found.append(Difference("copies", "copies of one weight on several ranks", got["spread"]))
     return found
 
 
@@ -85,6 +86,8 @@ def likely_cause(wrong: Sequence[Difference]) -> str:
         return "token selection is not taken over all ranks, or scores are within rounding of the threshold"
     if first.stage == "loss":
         return "log-probs are right: the loss is not divided by the token count of all ranks"
+    if first.stage == "copies":
+        return "the step is not the same on every rank: gradients, or a tied embedding, are not in step"
     if first.stage == "grad norm" and "gradients" not in stages:
         return "gradients are right: a shard is left out of the norm, or counted twice"
     return "the forward pass is right: a reduction has no backward, or gradients are not summed over their ranks"

@@ -21,7 +21,8 @@ from d3s_megatron.doctor.plain import plain_update
 from d3s_megatron.doctor.tiny import tiny_model
 from d3s_megatron.doctor.update import Job, write_jobs
 
-SINGLE = "single"  # what every layout is compared with
+SINGLE = "single"  # what every layout is compared with; it packs all it has into one row
+SMALL_ROWS = {"max_tokens_per_microbatch": 48}  # layouts have several, so that pipelines fill and sums are split
 EXACT = ("kept ids", "kept tokens")
 
 

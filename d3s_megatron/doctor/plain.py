@@ -43,6 +43,7 @@ def plain_update(model_path: str, outcome: dict, device: torch.device) -> dict:
         "loss": torch.tensor([[total]], dtype=torch.float64),
         "grad_norm": norm[None],
         "gradients": gradients,
+        "spread": 0.0,
     }
 
 

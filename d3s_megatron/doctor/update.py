@@ -112,6 +112,7 @@ def one_update(job: Job) -> dict[str, Any]:
         **_by_uid(batch, layout),
         "loss": torch.stack([result.totals for result in results]),
         "grad_norm": torch.tensor([result.grad_norm for result in results]),
+        "spread": actor.replica_spread(),
         "weights": _drawn(actor.weights(), layout),
     }
     if not config.use_distributed_optimizer:

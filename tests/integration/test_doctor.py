@@ -7,7 +7,7 @@ from d3s_megatron.doctor.__main__ import main
 from d3s_megatron.doctor.compare import beyond, compare, likely_cause
 from d3s_megatron.doctor.faults import FAULTS
 from d3s_megatron.doctor.layouts import parse_layout
-from d3s_megatron.doctor.parity import report, run_jobs
+from d3s_megatron.doctor.parity import SMALL_ROWS, report, run_jobs
 from d3s_megatron.doctor.plain import plain_update
 from d3s_megatron.doctor.tiny import tiny_model
 from d3s_megatron.doctor.update import Job
@@ -31,7 +31,7 @@ def outcomes(tmp_path_factory):
     for fault in [None, *FAULTS]:
         for name, size in (("single", 1), ("tp2", 2), ("dp2", 2)):
             if fault is None or SHOWN[fault][0] == name:
-                actor = {} if name == "single" else parse_layout(name).actor
+                actor = {} if name == "single" else SMALL_ROWS | parse_layout(name).actor
                 job = Job(model, str(folder / f"{fault}.{name}.pt"), actor, fault=fault)
                 jobs[f"{fault or 'none'}/{name}"] = (size, job)
     found = run_jobs(jobs, folder)

@@ -10,7 +10,9 @@ from d3s_megatron.actor.packing import distribute, empty_row, fill_up, pack, sam
 
 
 @settings(max_examples=60, deadline=None)
-@given(num=st.integers(0, 40), seed=st.integers(0, 9), max_tokens=st.integers(1, 60), multiple=st.sampled_from([1, 2, 4]))
+@given(
+    num=st.integers(0, 40), seed=st.integers(0, 9), max_tokens=st.integers(1, 60), multiple=st.sampled_from([1, 2, 4])
+)
 def test_every_response_token_is_scored_once_from_the_position_before_it(num, seed, max_tokens, multiple):
     samples = random_samples(num, seed)
     check_packing(samples, pack(samples, max_tokens, multiple), max_tokens, multiple)

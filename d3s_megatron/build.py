@@ -26,6 +26,7 @@ from d3s_megatron.rewards import Reward, check_golds, make_reward
 from d3s_megatron.rollout import RolloutEngine
 from d3s_megatron.stopping import Stop
 from d3s_megatron.types import Prompt
+from d3s_megatron.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Parts:
     checkpoints: Checkpoints
     start: Progress  # where the training loop begins
     stop: Stop
+    watch: Watch
 
     def close(self) -> None:
         """Ends worker processes and closes files."""
         self.reward.close()
         self.engine.close()
         self.stop.close()
+        self.watch.close()
         self.log.close()
 
 
@@ -130,6 +133,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / "config.yaml")
     dist.barrier()
+    watch = Watch(config, layout)
     algorithm = config.algorithm
     loss = make_loss(algorithm)
     step = start.progress.step
@@ -156,6 +160,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         checkpoints=Checkpoints(config, questions.prints, layout, log),
         start=start.progress,
         stop=Stop(folder, layout),
+        watch=watch,
     )
     if start.folder is not None:
         _resume(parts, start)

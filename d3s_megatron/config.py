@@ -91,6 +91,21 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """The watchdog: what happens when a rank stays in one phase (rollout, reward, update, ...)."""
+
+    stall_minutes: float = 5.0
+    """Dump all stacks and name the ranks that are waited for after so long in one phase; 0 is off."""
+    end_minutes: float = 60.0
+    """End the process after so long in one phase, above the longest rollout or evaluation; 0 is off."""
+
+    def __post_init__(self) -> None:
+        for name in ("stall_minutes", "end_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"watch.{name} is {getattr(self, name)}: give 0 (off) or more minutes")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model that is trained."""
 
@@ -111,6 +126,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         make_recipe(self.algorithm)

@@ -40,9 +40,9 @@ class Stop:
             asked = -1
         both = torch.tensor([asked, -asked])
         highest, negated_lowest = world_reduce(self._layout)(both, "max").tolist()
-        if highest:
+        if highest > 0:
             return signal.Signals(highest).name
-        return f"the file {self._file}" if negated_lowest else ""
+        return f"the file {self._file}" if negated_lowest > 0 else ""
 
     def close(self) -> None:
         """Gives the signals back."""

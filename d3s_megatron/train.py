@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.utils.logging import disable_progress_bar
 
 from d3s_megatron import stages
@@ -38,7 +39,7 @@ def train(parts: Parts) -> Progress:
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
     for step in range(progress.step, config.train.steps):
-        clock = StageClock()
+        clock = StageClock(partial(parts.watch.enter, step))
         amounts = recipes.amounts(algorithm, step, config.train.steps)
         prompts = [parts.questions.train[i] for i in parts.order.batch(step)]
         with clock("rollout"):
@@ -72,14 +73,17 @@ def train(parts: Parts) -> Progress:
         row |= parts.reward.report() | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
-        if not stepped:
+        if not stepped and not row["num_bad_updates"]:
             log.message(f"  step {step + 1}: no update, no kept token has an advantage to learn from")
         if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
             evaluate(parts, step + 1)
         progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"])
-        num_bad = num_bad + 1 if row["num_bad_updates"] else 0
-        if num_bad:
+        if row["num_updates"]:
+            num_bad = 0
+        if row["num_bad_updates"]:
+            num_bad += 1
             check_bad_steps(config, step, num_bad, log)
+        parts.watch.enter(step, "checkpoint")
         reason = parts.stop.wanted()
         parts.checkpoints.after_step(parts.actor, progress, is_last=step + 1 == config.train.steps)
         if reason and step + 1 < config.train.steps:
@@ -114,6 +118,7 @@ def evaluate(parts: Parts, step: int) -> Evaluation | None:
     prompts, layout, config = parts.questions.held_out, parts.layout, parts.config
     if not prompts:
         return None
+    parts.watch.enter(max(0, step - 1), "evaluation")
     result = evaluate_policy(
         parts.engine,
         parts.reward,
@@ -214,7 +219,11 @@ def run(config: RunConfig) -> None:
         progress = train(parts)
         if progress.step == config.train.steps:
             evaluate(parts, progress.step)
+            parts.watch.enter(progress.step - 1, "export")
             finish(parts, progress)
+    except Exception as failed:
+        parts.watch.report(failed)
+        raise
     finally:
         parts.close()
     shutdown()
@@ -234,4 +243,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    record(main)(sys.argv[1:])  # torchrun shows the first rank's failure that was recorded

@@ -22,7 +22,20 @@ FLOORS = {
     "actor": 3,
     "weight_sync": 4,
     **dict.fromkeys(
-        ("config", "build", "stages", "train", "evaluate", "report", "doctor", "checkpointing", "resume", "stopping"), TOP
+        (
+            "config",
+            "build",
+            "stages",
+            "train",
+            "evaluate",
+            "report",
+            "doctor",
+            "checkpointing",
+            "resume",
+            "stopping",
+            "watch",
+        ),
+        TOP,
     ),
 }
 

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.megatron_actor import MegatronActor
@@ -57,7 +58,7 @@ class Save:
         """Waits for all writers and marks the folder; OSError on every rank where one of them failed; a collective."""
         if self._writer is not None:
             self._writer.join()
-        cause: Exception | None = None
+        cause: BaseException | None = None
         if self._writer is not None and self._writer.exitcode:
             cause = RuntimeError(f"the writer process ended with {self._writer.exitcode}")
         if self._any(cause is not None):
@@ -67,7 +68,8 @@ class Save:
             try:
                 for step in collect:
                     step()
-            except Exception as failed:  # only the first rank hears of it: all must agree before one of them ends
+            except (Exception, CheckpointException) as failed:  # the latter is no Exception
+                # Only the first rank hears of it: all must agree before one of them ends.
                 cause = failed
             if self._any(cause is not None):
                 raise OSError(f"checkpoint {self._folder} was not written: {cause or 'see the first rank'}") from cause

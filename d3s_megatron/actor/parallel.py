@@ -6,6 +6,7 @@ import datetime
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,8 @@ def init_parallel(config: ActorConfig) -> Layout:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
-            timeout=datetime.timedelta(minutes=config.timeout_minutes),
-        )
+        timeout = datetime.timedelta(minutes=config.timeout_minutes)
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timeout, **_agent_store(timeout))
     with cpu_device.as_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -97,6 +96,30 @@ def init_parallel(config: ActorConfig) -> Layout:
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
     )
+
+
+_num_joins = 0
+
+
+def _agent_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Arguments that join under names of their own in torchrun's store; none where torchrun shares no store.
+
+    torchrun hands the same store to the ranks it starts again after a failure (and a process may join twice). Without
+    names of their own they would find the addresses of the ranks that are gone, and wait for those.
+    """
+    global _num_joins
+    _num_joins += 1
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size_from_env(), False, timeout=timeout
+    )
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{_num_joins}"
+    return {
+        "store": dist.PrefixStore(f"attempt-{attempt}", store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": world_size_from_env(),
+    }
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,15 @@ LOG_FILE = "log.jsonl"
 class StageClock:
     """Wall seconds of each stage of one step: `with clock("rollout"): ...`."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda stage: None) -> None:
+        """`entered` is told the name of each stage as it begins."""
+        self._entered = entered
         self._start = time.perf_counter()
         self._stages: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        self._entered(stage)
         start = time.perf_counter()
         yield
         self._stages[stage] = self._stages.get(stage, 0.0) + time.perf_counter() - start

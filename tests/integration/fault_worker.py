@@ -1,0 +1,52 @@
+"""d3s_megatron.train with one fault made to happen: `FAULT="kind rank step phase" fault_worker.py ARGUMENTS`.
+
+The fault happens in the first start only: kill (SIGKILL to itself), raise, sleep (for good), or half-save (SIGKILL
+while a checkpoint is being written).
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from d3s_megatron import train
+from d3s_megatron.actor import checkpoint
+from d3s_megatron.report.run_log import StageClock
+
+KIND, RANK, STEP, PHASE = os.environ["FAULT"].split()
+
+
+def strike() -> None:
+    if KIND == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND == "raise":
+        raise RuntimeError("a made-up fault")
+    time.sleep(1000)
+
+
+class FaultyClock(StageClock):
+    step = -1
+
+    def __init__(self, entered):
+        super().__init__(entered)
+        FaultyClock.step += 1
+
+    @contextlib.contextmanager
+    def __call__(self, stage):
+        with super().__call__(stage):
+            if (stage, FaultyClock.step, os.environ.get("RANK", "0")) == (PHASE, int(STEP), RANK):
+                strike()
+            yield
+
+
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if KIND == "half-save":
+        checkpoint.Save.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        train.StageClock = FaultyClock
+
+if __name__ == "__main__":
+    record(train.main)(sys.argv[1:])

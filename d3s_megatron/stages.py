@@ -154,7 +154,7 @@ def _step_tensors(
     keep, reduce = batch.keep[part], data_parallel_reduce(layout)
     everything = [torch.ones_like(mask) for mask in keep]
     weights = token_weights(config.loss_normalization, keep, max_length, reduce)
-    kl_weights, scored = weights, keep
+    kl_weights, scored = weights, list(keep)
     level = config.rollout_correction or "none"
     if level != "none":
         weights = [

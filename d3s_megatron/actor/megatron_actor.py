@@ -16,6 +16,7 @@ from torch import Tensor
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
 from d3s_megatron.actor.model import DTYPES, ActorModel, build_model
+from d3s_megatron.actor.offload import HostOffload
 from d3s_megatron.actor.packing import fill_up, pack, split_rows
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
 from d3s_megatron.actor.passes import Head, LossFn, score_pass, update_pass
@@ -73,6 +74,7 @@ class MegatronActor:
             self.ddp = _wrap(self.chunks, config)
             self.optimizer = _make_optimizer(self.ddp, config, optimizer)
             self.scheduler = _make_scheduler(self.optimizer, optimizer, num_optimizer_steps)
+            self.host = HostOffload(self.optimizer, self.ddp, config.dtype != "float32", layout.device)
             core_config = self.chunks[0].config  # all chunks have the same one
             core_config.finalize_model_grads_func = _finalize
             core_config.grad_scale_func = self.optimizer.scale_loss
@@ -128,6 +130,7 @@ class MegatronActor:
         rows = self._rows(samples, scored)
         losses: list[LossBatch] = [loss_batches(row) for row in rows]
         with cpu_device.as_cpu():
+            self.host.restore()
             for chunk in self.ddp:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -145,8 +148,14 @@ class MegatronActor:
         return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end."""
-        return weight_stream(self.chunks, self.shape, self.layout)
+        """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end.
+
+        It ends the training phase of a step: with actor.offload_between_phases, what only `update` needs then goes
+        to the host, until the next update.
+        """
+        yield from weight_stream(self.chunks, self.shape, self.layout)
+        if self.config.offload_between_phases and not cpu_device.needed():
+            self.host.offload()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """As `weights`, the float32 gradients that the last update left behind, clipped where it clipped them."""

@@ -27,13 +27,13 @@ EXACT = ("kept ids", "kept tokens")
 
 
 def launch(arguments: Sequence[str], num_processes: int) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc-per-node NUM -m ARGUMENTS` on a free port of this machine; output as text."""
+    """`torchrun --nproc-per-node NUM ARGUMENTS` on a free port of this machine; output as text."""
     command = [sys.executable]
     if num_processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env.setdefault("OMP_NUM_THREADS", "1")
-    return subprocess.run([*command, "-m", *arguments], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, check=False)
 
 
 def run_jobs(jobs: Mapping[str, tuple[int, Job]], folder: Path) -> dict[str, dict[str, Any]]:
@@ -41,7 +41,7 @@ def run_jobs(jobs: Mapping[str, tuple[int, Job]], folder: Path) -> dict[str, dic
     for num_processes in sorted({size for size, _ in jobs.values()}):
         named = {name: job for name, (size, job) in jobs.items() if size == num_processes}
         file = write_jobs(list(named.values()), folder / f"jobs{num_processes}.json")
-        done = launch(["d3s_megatron.doctor.update", str(file)], num_processes)
+        done = launch(["-m", "d3s_megatron.doctor.update", str(file)], num_processes)
         if done.returncode:
             raise RuntimeError(f"the update failed in one of {', '.join(named)}\n{done.stderr[-4000:]}")
     return {name: torch.load(job.out) for name, (_, job) in jobs.items()}

@@ -165,3 +165,20 @@ def test_logits_of_the_update_are_proportional_to_the_kept_tokens(make_actor, mo
     sizes.clear()
     update(make_actor(**MASKING))
     assert sum(sizes) > 4 * int(result.totals[1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "use_distributed_optimizer": True}]
+)
+def test_a_stay_on_the_host_changes_no_later_step(settings, make_actor):
+    """The moves themselves need a GPU; freed gradient buffers and the way back are the same on a CPU."""
+    stayed, moved = (make_actor(OptimizerConfig(lr=1e-2), **settings) for _ in range(2))
+    for actor in (stayed, moved):
+        update(actor)
+    moved.host.offload()
+    moved.host.offload()
+    assert moved.host.is_offloaded and moved.ddp[0].buffers[0].grad_data.untyped_storage().size() == 0
+    results = [update(actor) for actor in (stayed, moved)]
+    assert not moved.host.is_offloaded
+    assert torch.equal(results[0].totals, results[1].totals)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(stayed.weights(), moved.weights(), strict=True))

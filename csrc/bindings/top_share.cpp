@@ -12,13 +12,15 @@ namespace {
 
 constexpr int64_t BINS = int64_t{1} << TopShare::FIRST_BITS;
 
-// A fresh mask of 100 MB costs 25,000 page faults in small pages and 50 in large ones.
+// A fresh mask of 100 MB costs 25,000 page faults in small pages and 50 in large ones. Below 32 MB the C library hands
+// out memory that was in use before and is mapped already: asking there would throw that away.
 void ask_for_large_pages(uint8_t* data, int64_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t PAGE = uintptr_t{1} << 21;
   const uintptr_t from = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
   const uintptr_t to = reinterpret_cast<uintptr_t>(data + size) / PAGE * PAGE;
-  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
+  if (from < to && size > (32 << 20))
+    madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
 #else
   (void)data;
   (void)size;

@@ -144,7 +144,9 @@ def bench(work: Path, rounds: int, workers: int) -> str:
         for name, (source, _) in METHODS.items():
             copy = measure(COPY, work / source, work / COPY, workers)
             shutil.rmtree(work / COPY)
-            runs[name].append((measure(name, work / source, work / name, workers), copy))
+            ours = measure(name, work / source, work / name, workers)
+            runs[name].append((ours, copy))
+            print(f"{name}: {ours['seconds']:.1f} s, cp {copy['seconds']:.1f} s", file=sys.stderr, flush=True)
             if not name.startswith("import"):
                 shutil.rmtree(work / name)
     lines = [
@@ -159,7 +161,7 @@ def bench(work: Path, rounds: int, workers: int) -> str:
         def median(key: str, which: int = 0, pairs: list = pairs) -> float:
             return statistics.median(pair[which][key] for pair in pairs)
 
-        ratios = sorted(ours["seconds"] / copy["seconds"] for ours, copy in pairs)
+        ratios = sorted(mine["seconds"] / copy["seconds"] for mine, copy in pairs)
         ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         lines.append(
             f"| {name} | {median('seconds'):.1f} | {median('seconds', 1):.1f} | {ratio} "

@@ -9,7 +9,10 @@ from builders import addition_file, tiny_model
 from helpers import run_python
 from safetensors.torch import load_file
 
+from d3s_megatron.build import preflight
 from d3s_megatron.checkpointing import newest_whole
+from d3s_megatron.config import parse_config
+from d3s_megatron.resume import find_start, with_start
 from d3s_megatron.train import main
 
 STEPS = 4
@@ -166,3 +169,107 @@ def test_each_rank_gets_its_own_random_state_back(layouts):
     (first, _, *others), (second, again, *_) = layouts[1]
     assert first != second and again == second and layouts[1][0][1] == first
     assert len({first, *others}) == 4  # another number of ranks keeps what it had
+
+
+def start_of(inputs, out, **changes):
+    """What the command would start from, without starting it."""
+    config = parse_config(flags(inputs, out, **changes))
+    return config, find_start(config, preflight(config).prints)
+
+
+def test_a_run_that_is_complete_says_so_and_a_longer_one_goes_on(inputs, whole, tmp_path, capsys):
+    """Fault E02."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    for steps in (STEPS, STEPS - 1):
+        with pytest.raises(SystemExit, match="2"):
+            train(inputs, out, train__steps=steps)
+        assert "nothing left to train" in capsys.readouterr().err
+    train(inputs, out, train__steps=STEPS + 1)
+    assert "changed since the checkpoint: train.steps was 4 and is 5" in capsys.readouterr().out
+    assert [row["step"] for row in rows_of(out) if "progress" in row] == list(range(STEPS + 1))
+    assert json.loads((out / "summary.json").read_text())["steps"] == STEPS + 1
+
+
+def test_a_checkpoint_in_the_background_is_the_same_and_only_the_newest_are_kept(inputs, whole, tmp_path):
+    out = tmp_path / "run"
+    changes = {"checkpoint__every": 1, "checkpoint__keep": 2}
+    train(inputs, out, checkpoint__background="true", checkpoint__export_every=2, **changes)
+    assert_equal(whole, out)
+    assert [f.name for f in sorted((out / "checkpoints").glob("step-*"))] == ["step-000003", "step-000004"]
+    assert (out / "checkpoints" / "latest").read_text() == "step-000004\n"
+    exported = load_file(out / "exports" / "step-000004" / "model.safetensors")
+    assert all(torch.equal(exported[name], weight) for name, weight in weights_of(out).items())
+    again = cut(out, tmp_path / "again", step=3)
+    train(inputs, again, **changes)
+    assert_equal(whole, again)
+
+
+def test_damaged_checkpoints_are_passed_over_and_named(inputs, whole, tmp_path):
+    """Fault E08."""
+    out = cut(whole, tmp_path / "run", step=STEPS)
+    largest = max((out / "checkpoints" / "step-000004").iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    _, start = start_of(inputs, out)
+    assert start.progress.step == 2
+    assert any("step-000004 is damaged" in note and largest.name in note for note in start.notes)
+    (out / "checkpoints" / "step-000002" / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="is whole: .*has .* bytes of .*; .*cannot be read"):
+        start_of(inputs, out)
+
+
+def test_settings_of_the_optimizer_come_from_the_checkpoint_unless_overridden(inputs, whole, tmp_path):
+    """Fault E04."""
+    out = cut(whole, tmp_path / "run", step=2)
+    config, start = start_of(inputs, out, optimizer__lr=2e-3)
+    assert with_start(config, start).optimizer.lr == 1e-3
+    assert any(note.startswith("optimizer.lr is 0.001; the configuration says 0.002") for note in start.notes)
+    config, start = start_of(inputs, out, optimizer__lr=2e-3, checkpoint__override_optimizer="true")
+    assert with_start(config, start).optimizer.lr == 2e-3
+    assert any(note.startswith("optimizer.lr is 0.002; the checkpoint says 0.001") for note in start.notes)
+    train(inputs, out, optimizer__lr=2e-3, checkpoint__override_optimizer="true")
+    assert [row["lr"] for row in rows_of(out) if "progress" in row] == pytest.approx([1e-3, 7.5e-4, 1e-3, 5e-4])
+
+
+def test_another_order_or_model_is_refused_unless_forced_and_other_changes_are_listed(inputs, whole, tmp_path):
+    out = cut(whole, tmp_path / "run", step=2)
+    other = addition_file(tmp_path / "train.jsonl", num=11), tiny_model(tmp_path / "model", seed=1)
+    for changes, what in [
+        ({"train__seed": 1}, "train.seed was 0 and is 1"),
+        ({"train__prompts_per_step": 2}, "train.prompts_per_step was 4 and is 2"),
+        ({"data__train_path": other[0]}, "the training data is not the one"),
+        ({"model__path": other[1]}, "the model is not the one"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            start_of(inputs, out, **changes)
+        _, start = start_of(inputs, out, checkpoint__force="true", **changes)
+        assert any(what in note for note in start.notes)
+    _, start = start_of(inputs, out, algorithm__kl_beta=0.5, train__output_dir=out)
+    assert [note for note in start.notes if "changed" in note] == [
+        "changed since the checkpoint: algorithm.kl_beta was None and is 0.5"
+    ]
+
+
+def test_what_is_resumed_from_and_what_is_refused(inputs, whole, tmp_path, monkeypatch):
+    out = cut(whole, tmp_path / "run", step=2)
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        start_of(inputs, out, checkpoint__resume="never")
+    for named in (whole, whole / "checkpoints", whole / "checkpoints" / "latest"):
+        _, start = start_of(inputs, tmp_path / "new", checkpoint__resume=named, train__steps=9)
+        assert start.folder == whole / "checkpoints" / "step-000004"
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        start_of(inputs, tmp_path / "new", checkpoint__resume=tmp_path / "nothing")
+    overwrite = {"train__overwrite": "true"}
+    assert start_of(inputs, out, **overwrite)[1].folder is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # a restart goes on; only the first start wipes
+    assert start_of(inputs, out, **overwrite)[1].progress.step == 2
+
+
+def test_a_run_that_was_cut_before_its_first_checkpoint_starts_again(inputs, whole, tmp_path):
+    out = cut(whole, tmp_path / "run", step=0)
+    _, start = start_of(inputs, out, train__output_dir=out)
+    assert start.folder is None and "starts again" in start.notes[0]
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        start_of(inputs, out, train__seed=3)
+    train(inputs, out)
+    assert_equal(whole, out)

@@ -17,6 +17,7 @@ def plain_update(model_path: str, outcome: dict, device: torch.device) -> dict:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True).to(device)
+    model.get_input_embeddings().padding_idx = None  # torch would drop that token's gradient, as Megatron does not
     vocab_size = model.config.vocab_size
     requests = make_requests(prompts(vocab_size), GROUP, 5, 0)
     rollouts = FixedEngine(vocab_size).generate(requests, Sampling())

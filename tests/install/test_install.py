@@ -72,14 +72,14 @@ def test_no_cmake(tree):
 def test_source_that_does_not_compile(tree):
     source = tree / "csrc/bindings.cpp"
     source.write_text("#error a compiler too old\n" + source.read_text())
-    modules, note, _ = build(tree, D3S_CUDA="0")
+    modules, note, _ = build(tree, D3S_CUDA="0", CXXFLAGS="-Wfatal-errors", CMAKE_BUILD_TYPE="Debug")
     assert modules == [] and "a compiler too old" in note
 
 
 def test_without_nvcc_and_with_another_torch(tree):
     """A C++-only build; its module then runs with no torch in the process at all, so no torch version can break it."""
     path = tools(tree / "bin", "cmake", "ninja", "c++", "g++", "gcc", "cc", "as", "ld", "ar", "ranlib", "uname")
-    modules, note, _ = build(tree, PATH=path, CUDACXX="", CUDA_PATH="", CUDA_HOME="")
+    modules, note, _ = build(tree, PATH=path, CUDACXX="", CUDA_PATH="", CUDA_HOME="", CMAKE_BUILD_TYPE="Debug")
     assert len(modules) == 1 and note is None
     script = """
 import sys

@@ -42,7 +42,7 @@ LAYOUTS = {  # name: (processes, actor settings); what TP and PP leave over is d
 }
 MODELS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "llama-untied": ("llama", {"tie_word_embeddings": False}),
+    "llama-untied": ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
 }
 SOME = ("one", "one-small", "tp2-sp", "pp2-vpp2-small", "dp2", "tp2-pp2-sp-small")
 RUNS = {  # name: (model, algorithm settings, layouts)

@@ -33,6 +33,7 @@ FLOORS = {
             "checkpointing",
             "resume",
             "stopping",
+            "plan",
             "watch",
         ),
         TOP,

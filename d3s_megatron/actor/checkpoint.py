@@ -85,6 +85,8 @@ def begin_save(actor: MegatronActor, folder: Path, step: int) -> Save:
     Args:
         step: training steps done so far; kept in the checkpoint for whoever reads it.
     """
+    was_offloaded = actor.host.is_offloaded
+    actor.host.restore()
     with cpu_device.as_cpu():
         state = _sharded_state(actor, is_loading=False)
         state |= {"step": step, "adam_steps": _adam_steps(actor), "scheduler_steps": actor.scheduler.num_steps}
@@ -95,7 +97,10 @@ def begin_save(actor: MegatronActor, folder: Path, step: int) -> Save:
             logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").setLevel(logging.ERROR)
         request = dist_checkpointing.save(state, str(folder), **arguments)
     torch.save(random_states(), folder / _random_file(actor.layout))
-    return Save(request, actor.layout, folder)
+    save = Save(request, actor.layout, folder)  # has its own copy of everything from here on
+    if was_offloaded:
+        actor.host.offload()
+    return save
 
 
 def load(actor: MegatronActor, folder: Path) -> bool:

@@ -5,8 +5,8 @@
     python tools/bench_actor.py layouts       tokens per second of score and update per layout, with torchrun inside
 
 The model is Qwen2-shaped with a real vocabulary and a small width, unless --model names a folder. On CPUs times are
-the process's processor time, one thread, the best of --repeats: other load on the machine hardly shows in it. With a
-GPU they are wall time, and MFU and peak memory are those of the device.
+the process's processor time on one thread, so that other load on the machine shows less. With a GPU they are wall
+time, and MFU and peak memory are those of the device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import logging
+import statistics
 import sys
 import tempfile
 import time
@@ -194,33 +195,36 @@ def selection(model: str, num_tokens: int, repeats: int, dtype: str) -> None:
     total = sum(sizes)
     cells = {(f, rho): masks(samples, f, rho) for f in KEEP_RATIOS for rho in TOKEN_SHARES}
 
-    def one_round() -> dict:
-        found = {"masking": measure(masking, samples, cells[1.0, 1.0])}
-        for cell, keep in cells.items():
-            picked = [j for j, mask in enumerate(keep) if mask.any()]
-            found[cell] = measure(ours, [samples[j] for j in picked], [keep[j] for j in picked])
-        return found
+    everything = cells[1.0, 1.0]
 
-    measure(masking, samples, cells[1.0, 1.0])  # warms up
-    rounds = [one_round() for _ in range(repeats)]
-    seconds = {name: min(found[name].seconds for found in rounds) for name in rounds[0]}
+    def of_cell(cell: tuple[float, float]) -> Cost:
+        picked = [i for i, mask in enumerate(cells[cell]) if mask.any()]
+        return measure(ours, [samples[i] for i in picked], [cells[cell][i] for i in picked])
+
+    # Masking stands on both sides of every cell, so that a machine that is slow for a while is slow for both.
+    ratios: dict = {cell: [] for cell in cells}
+    base = before = measure(masking, samples, everything).seconds
+    for _ in range(repeats):
+        for cell in cells:
+            seconds = of_cell(cell).seconds
+            after = measure(masking, samples, everything).seconds
+            ratios[cell].append(2 * seconds / (before + after))
+            base, before = min(base, after), after
     return_freed_memory()
-    memory = one_round()
-    peaks = {name: cost.peak / 2**20 for name, cost in memory.items()}
+    full_peak = measure(masking, samples, everything).peak
     print(f"output layer {head_share:.1%} of {(head + layers) / 1e6:.1f}M matrix parameters; {total} tokens, {dtype}")
-    base = seconds["masking"]
-    print(f"masking: {base:.2f} s, peak {peaks['masking']:.0f} MiB" + mfu(ours, base, total))
+    print(f"masking: {base:.2f} s at best, peak {full_peak / 2**20:.0f} MiB" + mfu(ours, base, total))
     print("| samples kept | rho | time / masking | by FLOPs | off by | peak / masking | logits, MiB |")
     print("|---|---|---|---|---|---|---|")
     for (f, rho), keep in cells.items():
         spans = [len(s.prompt_ids) + int(m.nonzero()[-1]) for s, m in zip(samples, keep, strict=True) if m.any()]
-        kept = memory[f, rho].kept
-        predicted = ((1 - head_share) * sum(spans) + head_share * kept) / total
-        ratio = seconds[f, rho] / base
-        logits = kept * ours.shape.vocab_size * (4 if dtype == "float32" else 2) / 2**20
+        memory = of_cell((f, rho))
+        predicted = ((1 - head_share) * sum(spans) + head_share * memory.kept) / total
+        ratio = statistics.median(ratios[f, rho])
+        logits = memory.kept * ours.shape.vocab_size * (4 if dtype == "float32" else 2) / 2**20
         print(
             f"| {sum(spans) / total:.2f} | {rho} | {ratio:.3f} | {predicted:.3f} | {ratio / predicted - 1:+.1%} "
-            f"| {peaks[f, rho] / peaks['masking']:.2f} | {logits:.0f} |" + mfu(ours, seconds[f, rho], predicted * total)
+            f"| {memory.peak / full_peak:.2f} | {logits:.0f} |" + mfu(ours, ratio * base, predicted * total)
         )
     output_layer(ours, total, repeats)
 

@@ -71,3 +71,34 @@ def test_a_long_sample_weighs_more_than_short_ones_of_as_many_tokens():
     parts = distribute([32_768] + [1_024] * 44, 2)
     (rest,) = (part for part in parts if 0 not in part)
     assert len(rest) == 44  # 45k tokens against 32k: 46k and 66k by cost
+
+
+@settings(max_examples=40, deadline=None)
+@given(num=st.integers(0, 20), seed=st.integers(0, 9), share=st.floats(0, 1), truncate=st.booleans())
+def test_kept_tokens_are_scored_in_any_packing_and_rows_hold_no_more_than_they_need(num, seed, share, truncate):
+    samples = random_samples(num, seed)
+    generator = torch.Generator().manual_seed(seed)
+    keep = [torch.rand(len(s.response_ids), generator=generator) < share for s in samples]
+    rows = pack(samples, 20, scored=keep, truncate=truncate)
+    seen = set()
+    for row in same_length(rows) if rows else []:
+        for position, target, order in zip(row.rows.tolist(), row.targets.tolist(), row.sequence.tolist(), strict=True):
+            index, start = row.samples[order], int(row.cu_seqlens[order])
+            token = position - start - len(samples[index].prompt_ids) + 1
+            assert samples[index].response_ids[token] == target and position < int(row.cu_seqlens[order + 1])
+            seen.add((index, token))
+    wanted = {(i, t) for i, mask in enumerate(keep) for t in mask.nonzero().flatten().tolist()}
+    assert seen == wanted
+    spans = {i: int(row.cu_seqlens[n + 1] - row.cu_seqlens[n]) for row in rows for n, i in enumerate(row.samples)}
+    for i, span in spans.items():
+        last = int(keep[i].nonzero()[-1]) + 1 if truncate else len(samples[i].response_ids)
+        assert span == len(samples[i].prompt_ids) + last - 1
+
+
+def test_padding_for_the_pipeline_is_cut_into_short_pieces():
+    """Attention inside a long piece of padding would cost as much as a real sample of that length."""
+    long = random_samples(1)[0]
+    long = type(long)(0, (1,) * 1000, (2,), (0.0,), 1.0)
+    padded = same_length([*pack([long], 2000), empty_row()])[1]
+    assert int(padded.cu_seqlens.diff().max()) <= 256 and int(padded.cu_seqlens[-1]) == 1000
+    assert int(padded.position_ids.max()) < 256

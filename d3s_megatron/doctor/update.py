@@ -78,13 +78,14 @@ def prompts(vocab_size: int) -> list[Prompt]:
 
 def algorithm_config(changes: dict[str, Any]) -> AlgorithmConfig:
     """D3S with shares of its first steps, so that something is dropped."""
-    settings = dict(
+    settings: dict[str, Any] = dict(
         name="d3s",
         samples_per_prompt=GROUP,
         kept_per_prompt_init=4,
         kept_per_prompt_final=GROUP,
         token_share_init=0.3,
         kl_beta=0.0,
+        rollout_correction="none",  # the fixed answers' log-probs are made up
     )
     return AlgorithmConfig(**(settings | changes))
 

@@ -20,6 +20,7 @@ from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.data import PromptOrder, encode_prompts, load_problems
 from d3s_megatron.data.config import DataConfig
+from d3s_megatron.launch import describe_world
 from d3s_megatron.report.run_log import LOG_FILE, RunLog
 from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
@@ -126,6 +127,7 @@ def _engine(config: RunConfig, layout: Layout) -> RolloutEngine:
 def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     """Joins the process group and makes the parts; a collective over all ranks."""
     layout = init_parallel(config.actor)
+    world = describe_world(config.launch.world_size)
     folder = Path(config.train.output_dir)
     if layout.rank == 0:
         if config.train.overwrite and not is_restart() and (folder / LOG_FILE).exists():
@@ -162,6 +164,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         stop=Stop(folder, layout),
         watch=watch,
     )
+    log.message(world)
     if start.folder is not None:
         _resume(parts, start)
     for note in (*start.notes, *questions.notes):

@@ -106,6 +106,18 @@ class WatchConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    """What the launch is expected to have brought together."""
+
+    world_size: int = 0
+    """Refuse to train with another number of ranks; 0 takes whatever has joined."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 0:
+            raise ValueError(f"launch.world_size is {self.world_size}: give 0 (any) or the number of ranks")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model that is trained."""
 
@@ -127,6 +139,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
         make_recipe(self.algorithm)

@@ -24,7 +24,7 @@ from d3s_megatron.types import Prompt
 SUMMARY_FILE = "summary.json"  # written last, so it says that the run is complete
 
 # What may differ without a word, and what decides which prompts come when.
-SILENT = ("train.output_dir", "train.overwrite", "checkpoint.", "watch.")
+SILENT = ("train.output_dir", "train.overwrite", "checkpoint.", "watch.", "launch.")
 ORDER = ("train.seed", "train.prompts_per_step")
 
 
@@ -138,7 +138,14 @@ def _optimizer(record: dict[str, Any], config: RunConfig, notes: list[str]) -> O
 
 def _check_changes(record: dict[str, Any], config: RunConfig, prints: Mapping[str, str]) -> list[str]:
     """A line for each change since the checkpoint; ValueError for those of model or data order, unless forced."""
-    lines, wrong = [], []
+    lines: list[str] = []
+    wrong: list[str] = []
+    split = "use_distributed_optimizer"
+    if record["config"]["actor"][split] != getattr(config.actor, split):
+        raise ValueError(
+            f"actor.{split} is {getattr(config.actor, split)}, the checkpoint was written with the other: their "
+            "optimizer states cannot be carried over; put it back as it was"
+        )
     for name, (old, new) in changes(record["config"], asdict(config)).items():
         if name.startswith((*SILENT, "optimizer.")):
             continue

@@ -34,6 +34,7 @@ FLOORS = {
             "resume",
             "stopping",
             "plan",
+            "launch",
             "watch",
         ),
         TOP,

@@ -244,6 +244,10 @@ def test_another_order_or_model_is_refused_unless_forced_and_other_changes_are_l
             start_of(inputs, out, **changes)
         _, start = start_of(inputs, out, checkpoint__force="true", **changes)
         assert any(what in note for note in start.notes)
+    with pytest.raises(
+        ValueError, match="use_distributed_optimizer is True, the checkpoint was written with the other"
+    ):
+        start_of(inputs, out, **DISTRIBUTED)
     _, start = start_of(inputs, out, algorithm__kl_beta=0.5, train__output_dir=out)
     assert [note for note in start.notes if "changed" in note] == [
         "changed since the checkpoint: algorithm.kl_beta was None and is 0.5"

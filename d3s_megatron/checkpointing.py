@@ -22,7 +22,7 @@ import torch.distributed as dist
 from d3s_megatron.actor import checkpoint
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, world_reduce
-from d3s_megatron.config import CheckpointConfig, RunConfig
+from d3s_megatron.config import RunConfig
 from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.report.run_log import RunLog
 
@@ -62,7 +62,7 @@ def why_broken(folder: Path) -> str | None:
 
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint below `root`, and a line for each newer one that is damaged."""
-    passed_over = []
+    passed_over: list[str] = []
     for folder in sorted(root.glob("step-*"), reverse=True):
         reason = why_broken(folder)
         if reason is None:
@@ -211,10 +211,3 @@ def _replace(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-def settings_of(config: CheckpointConfig) -> str:
-    """One line about when checkpoints are written."""
-    if not config.every:
-        return "checkpoints: none (checkpoint.every is 0)"
-    return f"checkpoints: every {config.every} steps, the last {config.keep} are kept"

@@ -148,7 +148,7 @@ class Watch:
 
 def _is_waiting() -> bool:
     """Whether the main thread is inside a call to the other ranks."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_filename.endswith("distributed_c10d.py"):
             return True

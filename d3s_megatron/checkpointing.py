@@ -137,7 +137,13 @@ class Checkpoints:
     def _complete(self) -> None:
         assert self._pending is not None
         (save, target, progress), self._pending = self._pending, None
-        save.finish()
+        try:
+            save.finish()
+        except OSError as failed:
+            there = self._root.exists()
+            state = f"has {shutil.disk_usage(self._root).free / 1e6:.1f} MB free" if there else "is gone"
+            # megatron-core 0.19 does not pass the writer's cause on: a full disk, or one that is gone, is seen here.
+            raise OSError(f"{failed}; the disk of {self._root} {state}") from failed
         if self._layout.rank == 0:
             beside = next(self._root.glob(f"{WRITING}{target.name}-*"))
             self._write_manifest(beside, progress)

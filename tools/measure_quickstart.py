@@ -1,6 +1,6 @@
 """Runs the quickstart for several seeds and prints its figures as a Markdown table.
 
-    python tools/measure_quickstart.py --seeds 5 --out runs/measure
+python tools/measure_quickstart.py --seeds 5 --out runs/measure
 """
 
 from __future__ import annotations

@@ -93,12 +93,14 @@ def main(control_fd: int, parent_pid: int) -> None:
         return
     send_message(control, {"error": None})
 
+    waiting = select.poll()  # select.select refuses descriptors from 1,024 on, which a large trainer may hand down
+    waiting.register(control, select.POLLIN)
     workers: set[int] = set()
     dying: set[int] = set()
     try:
         while os.getppid() == parent_pid:
             dying = {pid for pid in dying if os.waitpid(pid, os.WNOHANG) == (0, 0)}
-            if not select.select([control], [], [], _REAP_SECONDS if dying else _PARENT_CHECK_SECONDS)[0]:
+            if not waiting.poll(1000 * (_REAP_SECONDS if dying else _PARENT_CHECK_SECONDS)):
                 continue
             command, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if command == b"s":

@@ -228,3 +228,23 @@ def test_nobody_outlives_the_trainer(ending):
 
 def test_nan_is_never_a_value(pool):
     assert not any(isinstance(r.value, float) and math.isnan(r.value) for r in pool.map([("nan", ""), *say(1)]))
+
+
+def test_a_process_with_many_open_files_may_have_a_pool():
+    """Descriptors from 1,024 on are beyond what select() can wait for."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"no more than {hard} open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        pool = WorkerPool(JUDGE, num_workers=1, deadline_seconds=10.0, memory_limit_mb=1024)
+        assert [result.value for result in pool.map(say(1, 2))] == [1.0, 2.0]
+        pool.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

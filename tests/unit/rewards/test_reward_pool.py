@@ -203,7 +203,8 @@ ORPHANS = """
 import sys
 sys.path[:0] = {path!r}
 from d3s_megatron.rewards.pool import WorkerPool
-import threading, time
+import signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background would pass on "ignore"
 pool = WorkerPool("sample_judges:obey", 2, 600.0, 0)
 pool.map([("pid", "")] * 4)
 threading.Thread(target=pool.map, args=([("spin", "")] * 3,), daemon=True).start()

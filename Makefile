@@ -30,7 +30,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest tests
 
 test-vllm: $(VLLM_STAMP)
-	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout 900
+	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine --timeout 900
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -84,3 +84,26 @@ def addition_file(path: Path, num: int = 12) -> Path:
     rows = [{"id": f"add-{i}", "problem": f"{i % 7}+{i % 5}=", "answer": str(i % 7 + i % 5)} for i in range(num)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def tiny_run(model: Path, data: Path, out: Path, steps: int) -> dict[str, object]:
+    """Settings of a short run on a tiny model: 4 prompts x 4 answers a step, N from 2 to 4."""
+    return {
+        "model.path": model,
+        "data.train_path": data,
+        "data.eval_path": data,
+        "data.prompt_template": "raw",
+        "data.max_prompt_tokens": 16,
+        "rollout.max_new_tokens": 6,
+        "rewards.kind": "reward_functions:even_length",
+        "rewards.num_workers": 1,
+        "algorithm.samples_per_prompt": 4,
+        "algorithm.truncated": "judge",  # a random model seldom stops by itself
+        "algorithm.kept_per_prompt_init": 2,
+        "algorithm.kept_per_prompt_final": 4,
+        "optimizer.lr": 1e-3,
+        "train.steps": steps,
+        "train.prompts_per_step": 4,
+        "train.eval_samples": 2,
+        "train.output_dir": out,
+    }

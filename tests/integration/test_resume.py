@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from builders import addition_file, tiny_model
+from builders import addition_file, tiny_model, tiny_run
 from helpers import run_python
 from safetensors.torch import load_file
 
@@ -26,27 +26,7 @@ def inputs(tmp_path_factory):
 
 def flags(inputs, out, **changes):
     model, data = inputs
-    settings = {
-        "model.path": model,
-        "data.train_path": data,
-        "data.eval_path": data,
-        "data.prompt_template": "raw",
-        "data.max_prompt_tokens": 16,
-        "rollout.max_new_tokens": 6,
-        "rewards.kind": "reward_functions:even_length",
-        "rewards.num_workers": 1,
-        "algorithm.samples_per_prompt": 4,
-        "algorithm.truncated": "judge",
-        "algorithm.kept_per_prompt_init": 2,
-        "algorithm.kept_per_prompt_final": 4,
-        "optimizer.lr": 1e-3,
-        "optimizer.lr_schedule": "linear",
-        "train.steps": STEPS,
-        "train.prompts_per_step": 4,
-        "train.eval_samples": 2,
-        "train.output_dir": out,
-        "checkpoint.every": 2,
-    }
+    settings = tiny_run(model, data, out, STEPS) | {"optimizer.lr_schedule": "linear", "checkpoint.every": 2}
     settings |= {name.replace("__", "."): value for name, value in changes.items()}
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 

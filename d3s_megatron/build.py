@@ -15,6 +15,7 @@ from d3s_megatron.actor.model import check_shape
 from d3s_megatron.actor.parallel import Layout, check_layout, init_parallel, world_reduce, world_size_from_env
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe, make_loss, make_recipe
+from d3s_megatron.audit import Audit
 from d3s_megatron.checkpointing import Checkpoints, Progress
 from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape
@@ -55,6 +56,7 @@ class Parts:
     loss: PolicyLoss
     log: RunLog
     checkpoints: Checkpoints
+    audit: Audit
     start: Progress  # where the training loop begins
     stop: Stop
     watch: Watch
@@ -137,7 +139,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     dist.barrier()
     watch = Watch(config, layout)
     algorithm = config.algorithm
-    loss = make_loss(algorithm)
+    loss, recipe = make_loss(algorithm), make_recipe(algorithm)
     step = start.progress.step
     log = RunLog(folder, layout.rank == 0, step, keep_last_evaluation=step < config.train.steps)
     parts = Parts(
@@ -156,10 +158,11 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
             num_optimizer_steps=config.train.steps * algorithm.num_epochs * algorithm.num_minibatches,
             with_reference=loss.kl_beta > 0,
         ),
-        recipe=make_recipe(algorithm),
+        recipe=recipe,
         loss=loss,
         log=log,
         checkpoints=Checkpoints(config, questions.prints, layout, log),
+        audit=Audit(config, recipe, layout, step),
         start=start.progress,
         stop=Stop(folder, layout),
         watch=watch,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -91,6 +91,27 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class AuditConfig:
+    """What is kept of every step for people to look at, and for running a step again."""
+
+    every: int = 1
+    """Write output_dir/audit/step-....parquet, what was kept and why, at every so many steps; 0 writes none."""
+    tokens_every: int = 10
+    """At every so many steps it holds tokens with their scores too; 0 leaves them out."""
+    num_prompts: int = 3
+    """Prompts whose rollouts' tokens it then holds, from the one most is kept of to the one least is."""
+    rollouts: Literal["none", "recent", "all"] = "recent"
+    """Rollouts saved for d3s_megatron.replay: none, those since the oldest checkpoint that is kept, or all."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "tokens_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"audit.{name} is {getattr(self, name)}: give 0 (off) or more steps")
+        if self.num_prompts < 1:
+            raise ValueError(f"audit.num_prompts is {self.num_prompts}: give at least 1, or audit.tokens_every 0")
+
+
+@dataclass(frozen=True)
 class WatchConfig:
     """The watchdog: what happens when a rank stays in one phase (rollout, reward, update, ...)."""
 
@@ -138,6 +159,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

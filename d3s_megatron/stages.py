@@ -22,7 +22,7 @@ from d3s_megatron.algorithms.schedules import Amounts
 from d3s_megatron.evaluate import rank_share
 from d3s_megatron.rewards import Reward
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
-from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores
+from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores, Verdict
 
 
 def generate(
@@ -41,14 +41,18 @@ def generate(
     return engine.generate(requests, sampling) if requests else []
 
 
+def grade(rollouts: Sequence[Rollout], reward: Reward) -> list[Verdict]:
+    """Stage 3: what the reward says of this rank's rollouts."""
+    return reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
+
+
 def judge(
-    rollouts: Sequence[Rollout], reward: Reward, truncated: str, seed: int, step: int, layout: Layout
+    rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], truncated: str, seed: int, step: int, layout: Layout
 ) -> Experience:
-    """Stage 3: rewards of this rank's rollouts, gathered into the batch's Experience, the same on every rank.
+    """Stage 3: this rank's verdicts, gathered into the batch's Experience, the same on every rank.
 
     `truncated` says what an answer cut at the length limit is worth (AlgorithmConfig.truncated; method 4, row 24).
     """
-    verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
     rows = torch.tensor(
         [
             (r.request.uid, r.request.group_id, v.value, len(r.token_ids), r.finish_reason == "length")

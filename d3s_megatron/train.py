@@ -22,6 +22,7 @@ from d3s_megatron import stages
 from d3s_megatron.actor.parallel import gather_rows, shutdown
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.algorithms.metrics import selection_metrics
+from d3s_megatron.audit import StepRecord
 from d3s_megatron.build import Parts, build, preflight
 from d3s_megatron.checkpointing import Progress
 from d3s_megatron.config import RunConfig, fail, parse_config
@@ -47,7 +48,8 @@ def train(parts: Parts) -> Progress:
                 parts.engine, prompts, algorithm.samples_per_prompt, config.rollout.sampling(), seed, step, layout
             )
         with clock("reward"):
-            judged = stages.judge(rollouts, parts.reward, algorithm.truncated, seed, step, layout)
+            verdicts = stages.grade(rollouts, parts.reward)
+            judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
             batch = stages.redistribute(rollouts, selected, algorithm, layout)
@@ -70,6 +72,9 @@ def train(parts: Parts) -> Progress:
         row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
         row |= selection_metrics(judged, selected, parts.recipe.advantages_of_all(judged))
         row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, parts.loss.kl_beta > 0)
+        with clock("audit"):
+            record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
+            parts.audit.step(record, row, parts.actor)
         row |= parts.reward.report() | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())

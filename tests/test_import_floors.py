@@ -32,6 +32,8 @@ FLOORS = {
             "doctor",
             "checkpointing",
             "resume",
+            "audit",
+            "replay",
             "stopping",
             "plan",
             "launch",

@@ -99,7 +99,7 @@ def one_update(job: Job) -> dict[str, Any]:
     actor = MegatronActor(job.model, config, optimizer, layout, TEMPERATURE, STEPS, with_reference=loss.kl_beta > 0)
     vocab_size = actor.shape.vocab_size
     rollouts = stages.generate(FixedEngine(vocab_size), prompts(vocab_size), GROUP, Sampling(), 5, 0, layout)
-    judged = stages.judge(rollouts, FixedReward(), "wrong", 5, 0, layout)
+    judged = stages.judge(rollouts, stages.grade(rollouts, FixedReward()), "wrong", 5, 0, layout)
     chosen = amounts(algorithm, 0, STEPS)
     selected = recipe.apply(judged, chosen.num_kept)
     batch = stages.score(stages.redistribute(rollouts, selected, algorithm, layout), actor)

@@ -1,0 +1,155 @@
+"""Writes one step's audit and rollouts; the first rank writes the audit, every rank its own rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from d3s_megatron.actor.megatron_actor import MegatronActor
+from d3s_megatron.actor.parallel import Layout
+from d3s_megatron.algorithms.recipes import Recipe
+from d3s_megatron.algorithms.token_selection import TopShare
+from d3s_megatron.audit.files import AUDIT, ROLLOUTS, audit_file, drop_from, drop_rollouts_before, write_table
+from d3s_megatron.audit.gather import Gathered, StepRecord, gather
+from d3s_megatron.audit.pieces import Pieces, clean
+from d3s_megatron.audit.reasons import reasons
+from d3s_megatron.audit.rollouts import save_rollouts
+from d3s_megatron.config import RunConfig
+from d3s_megatron.types import Experience
+
+
+class Audit:
+    """The audit of a run; `step` is a collective over all ranks."""
+
+    def __init__(self, config: RunConfig, recipe: Recipe, layout: Layout, num_steps_done: int) -> None:
+        """Goes on after `num_steps_done` steps: what an earlier process wrote of later ones is removed."""
+        self._config, self._settings, self._recipe, self._layout = config, config.audit, recipe, layout
+        self._run = Path(config.train.output_dir)
+        self._oldest = 0  # checkpoint before which saved rollouts are gone
+        self._pieces: Pieces | None = None
+        if layout.rank == 0:
+            for kind in (AUDIT, ROLLOUTS):
+                (self._run / kind).mkdir(parents=True, exist_ok=True)
+            drop_from(self._run, num_steps_done)
+
+    def step(self, record: StepRecord, row: Mapping[str, Any], actor: MegatronActor) -> None:
+        """Writes what is due for one training step; `row` is its log row so far."""
+        step, settings, layout = record.judged.step, self._settings, self._layout
+        if settings.rollouts != "none":
+            save_rollouts(self._run, step, layout.rank, layout.world_size, record.rollouts, record.verdicts)
+            if settings.rollouts == "recent" and layout.rank == 0:
+                self._forget()
+        if not settings.every or step % settings.every and step + 1 < self._config.train.steps:
+            return
+        shown = shown_groups(record.selected, settings.num_prompts) if self._wants_tokens(step) else []
+        gathered = gather(record, actor, layout, shown)
+        if layout.rank == 0:
+            why = reasons(self._recipe, record.judged, row["N"])
+            table = step_table(record, gathered, why, self._decoder() if shown else None)
+            if not (isinstance(self._recipe.tokens, TopShare) and self._recipe.tokens.by == "signal"):
+                gathered = replace(gathered, threshold=None)  # tokens were not ranked by abs(A) x H
+            write_table(table, step_meta(record, gathered, why, row, shown), audit_file(self._run, step))
+
+    def _wants_tokens(self, step: int) -> bool:
+        every = self._settings.tokens_every
+        return bool(every) and (step % every == 0 or step + 1 == self._config.train.steps)
+
+    def _forget(self) -> None:
+        """Removes rollouts that no kept checkpoint leads to."""
+        kept = sorted((self._run / "checkpoints").glob("step-*"))
+        oldest = int(kept[0].name.removeprefix("step-")) if kept else 0
+        if oldest > self._oldest:
+            drop_rollouts_before(self._run, oldest)
+            self._oldest = oldest
+
+    def _decoder(self) -> Pieces:
+        if self._pieces is None:
+            from transformers import AutoTokenizer
+
+            self._pieces = Pieces(AutoTokenizer.from_pretrained(self._config.model.path, local_files_only=True))
+        return self._pieces
+
+
+def shown_groups(selected: Experience, num: int) -> list[int]:
+    """Groups whose tokens are shown: from the one of which most is kept to the one of which least is."""
+    counts = torch.zeros(int(selected.group_ids.max()) + 1).index_add(0, selected.group_ids, selected.kept.float())
+    order = counts.argsort(descending=True, stable=True).tolist()
+    if num >= len(order):
+        return sorted(order)
+    places = [round(i * (len(order) - 1) / max(1, num - 1)) for i in range(num)]
+    return sorted({order[place] for place in places})
+
+
+def step_table(record: StepRecord, gathered: Gathered, why: list[str], pieces: Pieces | None) -> pa.Table:
+    """One row per rollout, in uid order.
+
+    uid, group: int32. prompt_id, status, reason: text. reward, advantage: float64; reward is null without a verdict.
+    length, num_kept_tokens: tokens. mean_entropy: nats, of kept rollouts. truncated, kept: bool.
+    token_ids, pieces, entropy, score, token_kept: lists of the shown prompts' rollouts, else null; entropy, score
+    (abs(A) x H) and token_kept only of kept ones.
+    """
+    judged, selected = record.judged, record.selected
+    num, uids = len(judged.uids), judged.uids.tolist()
+    valid = judged.rewards.isfinite()
+    columns = {
+        "uid": pa.array(uids, pa.int32()),
+        "group": pa.array(judged.group_ids.numpy(), pa.int32()),
+        "prompt_id": _words([clean(record.prompts[group].id) for group in judged.group_ids.tolist()]),
+        "reward": pa.array(judged.rewards.numpy(), mask=~valid.numpy()),
+        "status": _words([gathered.status[uid] for uid in uids]),
+        "advantage": pa.array(selected.advantages.numpy()),
+        "length": pa.array(judged.lengths.numpy(), pa.int32()),
+        "truncated": pa.array(judged.truncated.numpy()),
+        "kept": pa.array(selected.kept.numpy()),
+        "reason": _words(why),
+        "num_kept_tokens": pa.array([gathered.num_kept_tokens.get(uid, 0) for uid in uids], pa.int32()),
+        "mean_entropy": pa.array([gathered.mean_entropy.get(uid) for uid in uids], pa.float32()),
+    }
+    rows = [gathered.tokens.get(uid) for uid in range(num)]
+    texts = [pieces.of(row.token_ids) if row and pieces else None for row in rows]
+    columns |= {
+        "token_ids": pa.array([row and row.token_ids for row in rows], pa.list_(pa.int32())),
+        "pieces": pa.array(texts, pa.list_(pa.string())),
+        "entropy": pa.array([row and row.entropy for row in rows], pa.list_(pa.float32())),
+        "score": pa.array([row and row.score for row in rows], pa.list_(pa.float32())),
+        "token_kept": pa.array([row and row.kept for row in rows], pa.list_(pa.bool_())),
+    }
+    return pa.table(columns)
+
+
+def step_meta(
+    record: StepRecord, gathered: Gathered, why: list[str], row: Mapping[str, Any], shown: list[int]
+) -> dict[str, Any]:
+    """The JSON record of a step: its log row, the score histogram (bins of gather.EDGES), the threshold, checksums."""
+
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    prompts = {group: record.prompts[group] for group in shown}
+    return {
+        "step": record.judged.step,
+        "row": {name: finite(value) for name, value in row.items()},
+        "reasons": dict(Counter(why)),
+        "histogram": {"all": gathered.histogram[0].tolist(), "kept": gathered.histogram[1].tolist()},
+        "threshold": gathered.threshold,
+        "checksums": {
+            "kept_tokens": gathered.kept_checksum,
+            "weights": gathered.weights_checksum,
+            "gradients": gathered.gradients_checksum,
+        },
+        "prompts": {
+            str(group): {"id": clean(p.id), "text": clean(p.text), "answer": clean(p.answer)}
+            for group, p in prompts.items()
+        },
+    }
+
+
+def _words(values: list[str]) -> pa.Array:
+    return pa.array(values, pa.string()).dictionary_encode()

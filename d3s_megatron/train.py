@@ -28,6 +28,7 @@ from d3s_megatron.checkpointing import Progress
 from d3s_megatron.config import RunConfig, fail, parse_config
 from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
+from d3s_megatron.probe import probe
 from d3s_megatron.report.plot import plot_run
 from d3s_megatron.report.run_log import LOG_FILE, RunLog, StageClock, read_log
 from d3s_megatron.resume import SUMMARY_FILE, find_start, with_start
@@ -54,12 +55,18 @@ def train(parts: Parts) -> Progress:
             selected = parts.recipe.apply(judged, amounts.num_kept)
             batch = stages.redistribute(rollouts, selected, algorithm, layout)
         with clock("score"):
-            batch = stages.score(batch, parts.actor)
+            batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
         with clock("tokens"):
             select = partial(
                 stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
             )
             batch = select(batch)
+        probed = {}
+        if config.probe.is_due(step, config.train.steps):
+            with clock.apart("probe"):
+                probed = probe(
+                    parts.actor, rollouts, judged, selected, amounts.num_kept, config.probe.responses, layout
+                )
         with clock("update"):
             reselect = stages.reselect_tokens(parts.actor, select)
             max_length = config.rollout.max_new_tokens
@@ -75,7 +82,7 @@ def train(parts: Parts) -> Progress:
         with clock("audit"):
             record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
             parts.audit.step(record, row, parts.actor)
-        row |= parts.reward.report() | clock.as_row()
+        row |= parts.reward.report() | probed | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
         if not stepped and not row["num_bad_updates"]:
@@ -133,9 +140,12 @@ def evaluate(parts: Parts, step: int) -> Evaluation | None:
         config.train.seed,
         rank_share(len(prompts), layout.rank, layout.world_size),
         partial(gather_rows, layout=layout),
+        config.rewards,
     )
     parts.reward.report()  # counts of the evaluation do not belong to the next step
-    text = ", ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
+    accuracy, *others = (f"pass@{k} {one.value:.3f}" for k, one in result.pass_at.items())
+    accuracy += f" [{result.pass_at[1].low:.3f}, {result.pass_at[1].high:.3f}]"
+    text = ", ".join([accuracy, *others, *(f"maj@{k} {one.value:.3f}" for k, one in result.maj_at.items() if k >= 8)])
     parts.log.event(
         {"step": step} | result.as_row(),
         f"held-out after {step} steps: {text} ({result.num_problems} problems x {result.num_samples} answers)",

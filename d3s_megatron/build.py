@@ -156,7 +156,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
             layout,
             temperature=config.rollout.temperature,
             num_optimizer_steps=config.train.steps * algorithm.num_epochs * algorithm.num_minibatches,
-            with_reference=loss.kl_beta > 0,
+            with_reference=loss.kl_beta > 0 or config.probe.every > 0,
         ),
         recipe=recipe,
         loss=loss,

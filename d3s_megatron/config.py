@@ -91,6 +91,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ProbeConfig:
+    """Measurements on all rollouts of a step, kept or not; their seconds are no part of the step's."""
+
+    every: int = 0
+    """Probe at the first, at every so many training steps, and at the last; 0 is off. Keeps the first weights."""
+    responses: int = 0
+    """Responses whose own gradients are taken for the propositions' gamma, one backward pass each; 0 leaves all
+    gradients out and only scores."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "responses"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"probe.{name} is {getattr(self, name)}: give 0 (off) or more")
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether `step` (from 0) is probed."""
+        return bool(self.every) and (step % self.every == 0 or step == num_steps - 1)
+
+
+@dataclass(frozen=True)
 class AuditConfig:
     """What is kept of every step for people to look at, and for running a step again."""
 
@@ -159,6 +179,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

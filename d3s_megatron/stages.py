@@ -91,9 +91,9 @@ def redistribute(rollouts: Sequence[Rollout], experience: Experience, config: Al
     return Batch(tuple(s for part in parts for s in part), tuple(len(part) for part in parts))
 
 
-def score(batch: Batch, actor: MegatronActor) -> Batch:
-    """Stage 7: old log-probs and entropies, for kept rollouts only."""
-    return replace(batch, scores=tuple(actor.score(batch.samples)))
+def score(batch: Batch, actor: MegatronActor, with_reference: bool = True) -> Batch:
+    """Stage 7: old log-probs and entropies, for kept rollouts only; the first weights' log-probs where asked for."""
+    return replace(batch, scores=tuple(actor.score(batch.samples, with_reference)))
 
 
 def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Experience, layout: Layout) -> Batch:
@@ -180,7 +180,7 @@ def reselect_tokens(actor: MegatronActor, select):
     """For `update`: entropies of the present policy, old log-probs as they were, and a new selection."""
 
     def reselect(batch: Batch) -> Batch:
-        fresh = actor.score(batch.samples)
+        fresh = actor.score(batch.samples, with_reference=False)
         mixed = [replace(old, entropy=new.entropy) for old, new in zip(batch.scores, fresh, strict=True)]
         return select(replace(batch, scores=tuple(mixed)))
 

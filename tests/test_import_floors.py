@@ -36,6 +36,8 @@ FLOORS = {
             "replay",
             "stopping",
             "plan",
+            "probe",
+            "ablate",
             "launch",
             "watch",
         ),

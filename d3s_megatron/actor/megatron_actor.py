@@ -97,13 +97,16 @@ class MegatronActor:
         """Learning rate of the next optimizer step."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def score(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Log-probs and entropies of every response token of this rank's samples, with no gradient."""
+    def score(self, samples: Sequence[Sample], with_reference: bool = True) -> list[Scores]:
+        """Log-probs and entropies of every response token of this rank's samples, with no gradient.
+
+        `with_reference` False leaves the first weights' log-probs out also where they are kept.
+        """
         rows = self._rows(samples, None)
         with cpu_device.as_cpu():
             log_probs, entropy = score_pass(self.ddp, rows, self.head, self.layout)
             ref = None
-            if self.reference is not None:
+            if self.reference is not None and with_reference:
                 ref, _ = score_pass(self.reference, rows, self.head, self.layout)
         num = len(samples)
         by_sample = [split_rows(values, rows, num) for values in (log_probs, entropy)]
@@ -127,25 +130,37 @@ class MegatronActor:
             loss_fn: the loss, already divided by its global normaliser.
             num_metrics: length of the metrics vector that `loss_fn` returns.
         """
-        rows = self._rows(samples, scored)
-        losses: list[LossBatch] = [loss_batches(row) for row in rows]
         with cpu_device.as_cpu():
-            self.host.restore()
-            for chunk in self.ddp:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
+            totals, grad_norm = self._backward(samples, scored, loss_batches, loss_fn, num_metrics)
             lr = self.lr
-            if not math.isfinite(totals[0]):
-                return UpdateResult(totals, math.nan, lr, stepped=False)
-            # Looked at before the step, which would write a norm that is not finite into every weight.
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(grad_norm):
+            if not math.isfinite(grad_norm):  # a step would write it into every weight
                 return UpdateResult(totals, grad_norm, lr, stepped=False)
             stepped, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
         return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped))
+
+    def gradient_norm(
+        self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
+    ) -> float:
+        """The global norm of the gradient that `update` would step along; weights and optimizer stay as they are."""
+        with cpu_device.as_cpu():
+            return self._backward(samples, scored, loss_batches, loss_fn, num_metrics)[1]
+
+    def _backward(
+        self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
+    ) -> tuple[Tensor, float]:
+        """(totals, gradient norm), and the gradients in their buffers; the norm is NaN where the loss is not finite."""
+        rows = self._rows(samples, scored)
+        losses: list[LossBatch] = [loss_batches(row) for row in rows]
+        self.host.restore()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
+        if not math.isfinite(totals[0]):
+            return totals, math.nan
+        self.optimizer.prepare_grads()
+        return totals, float(self.optimizer.get_grad_norm())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end.

@@ -40,6 +40,7 @@ class StageClock:
         """`entered` is told the name of each stage as it begins."""
         self._entered = entered
         self._start = time.perf_counter()
+        self._cpu_start = time.process_time()
         self._stages: dict[str, float] = {}
 
     @contextmanager
@@ -49,10 +50,20 @@ class StageClock:
         yield
         self._stages[stage] = self._stages.get(stage, 0.0) + time.perf_counter() - start
 
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """As a stage, but its seconds are no part of the step's: for what only looks at the training."""
+        cpu = time.process_time()
+        with self(name):
+            yield
+        self._start += self._stages[name]
+        self._cpu_start += time.process_time() - cpu
+
     def as_row(self) -> dict[str, float]:
-        """time/STAGE in seconds, and time/step since the clock was made."""
+        """time/STAGE in seconds, time/step since the clock was made, and cpu/step of this process, all its threads."""
         row = {f"time/{stage}": seconds for stage, seconds in self._stages.items()}
-        return row | {"time/step": time.perf_counter() - self._start}
+        row["time/step"] = time.perf_counter() - self._start
+        return row | {"cpu/step": time.process_time() - self._cpu_start}
 
 
 def _json_value(value: Any) -> Any:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 AUDIT, ROLLOUTS = "audit", "rollouts"
-META = b"d3s"  # the key of a file's JSON record in the Parquet schema
+META = b"d3s"  # the key of a file's JSON record in its schema
 
 
 def audit_file(run: Path, step: int) -> Path:
@@ -23,7 +23,7 @@ def audit_file(run: Path, step: int) -> Path:
 
 def rollout_file(run: Path, step: int, rank: int) -> Path:
     """What one rank sampled in a training step, which counts from 0."""
-    return run / ROLLOUTS / f"step-{step + 1:06d}.rank-{rank:05d}.parquet"
+    return run / ROLLOUTS / f"step-{step + 1:06d}.rank-{rank:05d}.arrow"
 
 
 def step_of(path: Path) -> int:
@@ -33,14 +33,19 @@ def step_of(path: Path) -> int:
 
 def files_of(run: Path, kind: str) -> list[Path]:
     """All whole files of one kind, by step."""
-    return sorted((run / kind).glob("step-*.parquet"))
+    return sorted((run / kind).glob("step-*"))
 
 
 def write_table(table: pa.Table, meta: dict[str, Any], path: Path) -> None:
-    """Writes a Parquet file that is there as a whole or not at all; `meta` must hold finite numbers only."""
-    record = json.dumps(meta, allow_nan=False).encode()
+    """Writes a .parquet or .arrow file, there as a whole or not at all; `meta` must hold finite numbers only."""
+    table = table.replace_schema_metadata({META: json.dumps(meta, allow_nan=False)})
     beside = path.with_name(f".{path.name}.new")
-    pq.write_table(table.replace_schema_metadata({META: record}), beside, compression="zstd", write_statistics=False)
+    if path.suffix == ".arrow":
+        with pa.ipc.new_file(beside, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
+            file.write_table(table)
+    else:
+        words = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
+        pq.write_table(table, beside, compression="zstd", write_statistics=False, use_dictionary=words)
     os.replace(beside, path)
 
 
@@ -59,7 +64,7 @@ def read_audit(path: Path) -> AuditFile:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON record of an audit or rollout file, without its columns."""
+    """The JSON record of an audit file, without its columns."""
     return json.loads(pq.read_schema(path).metadata[META])
 
 
@@ -74,7 +79,7 @@ def drop_rollouts_before(run: Path, step: int) -> int:
 
 
 def _of_steps(folder: Path, wanted) -> Iterator[Path]:
-    for path in folder.glob("step-*.parquet"):
+    for path in folder.glob("step-*"):
         if wanted(step_of(path)):
             yield path
     yield from folder.glob(".step-*.new")  # cut short while it was written

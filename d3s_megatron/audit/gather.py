@@ -22,7 +22,7 @@ from d3s_megatron.types import Experience, Prompt, Rollout, Verdict
 # Borders of the histogram of abs(A) x H: the same at every step, so steps can be compared. 8 bins a decade; the first
 # bin is everything below (zero above all), the last everything above.
 EDGES = torch.logspace(-6, 2, 65, dtype=torch.float64).float()
-OTHER = "other"  # a status that rewards/ does not list
+STATUS_NAMES = (*STATUSES, "other")  # the last for what rewards/ does not list
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class TokenRow:
 class Gathered:
     """The same on every rank."""
 
-    status: dict[int, str]  # by uid
-    num_kept_tokens: dict[int, int]  # by uid, of kept rollouts
-    mean_entropy: dict[int, float]
+    status: Tensor  # [N] int64 by uid, an index into STATUS_NAMES
+    num_kept_tokens: Tensor  # [N] int64 by uid
+    mean_entropy: Tensor  # [N] float64 by uid, nats; NaN where a rollout was dropped, and so not scored
     histogram: Tensor  # [2, 66] int64: all scored tokens, and the kept ones
     threshold: float | None  # lowest score that was kept
     kept_checksum: int  # of (uid, position) of the kept tokens
@@ -122,11 +122,15 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
         samples.view(-1, 3),
     )
     lowest = float(floats_of(numbers[:, 0]).min())
-    names = (*STATUSES, OTHER)
+    num = len(record.judged.uids)
+
+    def by_uid(uids: Tensor, values: Tensor, otherwise: float = 0) -> Tensor:
+        return torch.full((num,), otherwise, dtype=values.dtype).index_copy(0, uids, values)
+
     return Gathered(
-        status={uid: names[code] for uid, code in made_all.view(-1, 2).tolist()},
-        num_kept_tokens=dict(zip(samples[:, 0].tolist(), samples[:, 1].tolist(), strict=True)),
-        mean_entropy=dict(zip(samples[:, 0].tolist(), floats_of(samples[:, 2]).tolist(), strict=True)),
+        status=by_uid(*made_all.view(-1, 2).unbind(1)),
+        num_kept_tokens=by_uid(samples[:, 0], samples[:, 1]),
+        mean_entropy=by_uid(samples[:, 0], floats_of(samples[:, 2]), float("nan")),
         histogram=numbers[:, 4:].sum(0).view(2, -1),
         threshold=lowest if lowest < float("inf") else None,
         kept_checksum=int(numbers[:, 1].sum()),
@@ -148,8 +152,9 @@ def _of_trained(record: StepRecord, wanted: set[int]) -> list[Tensor]:
     zero = torch.zeros(0)
     keep = torch.cat([zero.bool(), *batch.keep])
     entropy = torch.cat([zero, *(score.entropy for score in batch.scores)])
-    raw = [abs(sample.advantage) * score.entropy for sample, score in zip(batch.samples, batch.scores, strict=True)]
-    score = settle_ties(torch.cat([zero, *raw]).float())
+    advantages = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)
+    # As the selection computes it, to the last bit: a float32 product of the rounded advantage.
+    score = settle_ties(advantages.abs().float().repeat_interleave(lengths) * entropy)
     ends = lengths.cumsum(0)
 
     def per_sample(values: Tensor) -> Tensor:

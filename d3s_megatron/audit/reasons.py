@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from d3s_megatron.algorithms.recipes import CreditStep, Recipe
 from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples
 from d3s_megatron.types import Experience
@@ -23,15 +26,18 @@ def reason_of(step: CreditStep) -> str:
     return f"dropped by {step}"
 
 
-def reasons(recipe: Recipe, judged: Experience, num_kept: int) -> list[str]:
-    """One reason per rollout, in uid order; runs the credit steps again, one by one."""
-    found = [KEPT] * len(judged.kept)
-    for uid in (~judged.kept).nonzero().flatten().tolist():
-        found[uid] = CUT if judged.truncated[uid] else NO_VERDICT
+def reasons(recipe: Recipe, judged: Experience, num_kept: int) -> tuple[list[str], Tensor]:
+    """(reasons, [N] int64 which of them is each rollout's, in uid order); runs the credit steps one by one again."""
+    names = [KEPT, NO_VERDICT, CUT]
+    found = torch.zeros(len(judged.kept), dtype=torch.int64)
+    found[~judged.kept] = 1
+    found[~judged.kept & judged.truncated] = 2
     experience = judged
     for step in recipe.credit:
         after = step(experience, num_kept)
-        for uid in (experience.kept & ~after.kept).nonzero().flatten().tolist():
-            found[uid] = reason_of(step)
+        dropped = experience.kept & ~after.kept
+        if dropped.any():
+            found[dropped] = len(names)
+            names.append(reason_of(step))
         experience = after
-    return found
+    return names, found

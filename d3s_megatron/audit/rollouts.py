@@ -5,6 +5,7 @@ Each rank writes its own share, so nothing is gathered: 4 bytes of log-prob and,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from d3s_megatron.audit.files import ROLLOUTS, read_meta, rollout_file, write_table
+from d3s_megatron.audit.files import META, ROLLOUTS, rollout_file, write_table
 from d3s_megatron.types import Prompt, Request, Rollout, Verdict
 
 
@@ -56,16 +56,16 @@ def load_rollouts(run: Path, step: int, rank: int = 0, world_size: int = 1) -> t
     Raises:
         ValueError: not all of them are there.
     """
-    files = sorted((run / ROLLOUTS).glob(f"step-{step + 1:06d}.rank-*.parquet"))
+    files = sorted((run / ROLLOUTS).glob(f"step-{step + 1:06d}.rank-*.arrow"))
     if not files:
         raise ValueError(f"{run}: no rollouts of step {step + 1} were saved (audit.rollouts), or they are removed")
-    tables = [pq.read_table(path) for path in files[rank::world_size]]
-    num_ranks = read_meta(files[0])["world_size"]
+    tables = [_read(path) for path in files]
+    num_ranks = json.loads(tables[0].schema.metadata[META])["world_size"]
     if len(files) != num_ranks:
         raise ValueError(f"{run}: rollouts of step {step + 1} are there from {len(files)} of {num_ranks} ranks")
     rollouts: list[Rollout] = []
     verdicts: list[Verdict] = []
-    for table in tables:
+    for table in tables[rank::world_size]:
         prompts: dict[int, Prompt] = {}
         for row in table.to_pylist():
             group, ids = row["group"], row["prompt_token_ids"]
@@ -76,3 +76,8 @@ def load_rollouts(run: Path, step: int, rank: int = 0, world_size: int = 1) -> t
             rollouts.append(Rollout(request, tuple(row["token_ids"]), tuple(row["log_probs"]), finish, ""))
             verdicts.append(Verdict(row["reward"], row["status"]))
     return rollouts, verdicts
+
+
+def _read(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as source:  # what is not looked at is not read
+        return pa.ipc.open_file(source).read_all()

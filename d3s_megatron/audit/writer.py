@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout
 from d3s_megatron.algorithms.recipes import Recipe
 from d3s_megatron.algorithms.token_selection import TopShare
 from d3s_megatron.audit.files import AUDIT, ROLLOUTS, audit_file, drop_from, drop_rollouts_before, write_table
-from d3s_megatron.audit.gather import Gathered, StepRecord, gather
+from d3s_megatron.audit.gather import STATUS_NAMES, Gathered, StepRecord, gather
 from d3s_megatron.audit.pieces import Pieces, clean
 from d3s_megatron.audit.reasons import reasons
 from d3s_megatron.audit.rollouts import save_rollouts
@@ -87,56 +87,59 @@ def shown_groups(selected: Experience, num: int) -> list[int]:
     return sorted({order[place] for place in places})
 
 
-def step_table(record: StepRecord, gathered: Gathered, why: list[str], pieces: Pieces | None) -> pa.Table:
+def step_table(
+    record: StepRecord, gathered: Gathered, why: tuple[list[str], Tensor], pieces: Pieces | None
+) -> pa.Table:
     """One row per rollout, in uid order.
 
     uid, group: int32. prompt_id, status, reason: text. reward, advantage: float64; reward is null without a verdict.
     length, num_kept_tokens: tokens. mean_entropy: nats, of kept rollouts. truncated, kept: bool.
-    token_ids, pieces, entropy, score, token_kept: lists of the shown prompts' rollouts, else null; entropy, score
-    (abs(A) x H) and token_kept only of kept ones.
+    With `pieces` also token_ids, pieces, entropy, score, token_kept: lists, null but for the shown prompts' rollouts;
+    entropy, score (abs(A) x H) and token_kept only of kept ones.
     """
     judged, selected = record.judged, record.selected
-    num, uids = len(judged.uids), judged.uids.tolist()
-    valid = judged.rewards.isfinite()
+    scored = ~gathered.mean_entropy.isnan().numpy()
     columns = {
-        "uid": pa.array(uids, pa.int32()),
-        "group": pa.array(judged.group_ids.numpy(), pa.int32()),
-        "prompt_id": _words([clean(record.prompts[group].id) for group in judged.group_ids.tolist()]),
-        "reward": pa.array(judged.rewards.numpy(), mask=~valid.numpy()),
-        "status": _words([gathered.status[uid] for uid in uids]),
+        "uid": pa.array(judged.uids.int().numpy()),
+        "group": pa.array(judged.group_ids.int().numpy()),
+        "prompt_id": _words([clean(prompt.id) for prompt in record.prompts], judged.group_ids),
+        "reward": pa.array(judged.rewards.numpy(), mask=~judged.rewards.isfinite().numpy()),
+        "status": _words(STATUS_NAMES, gathered.status),
         "advantage": pa.array(selected.advantages.numpy()),
-        "length": pa.array(judged.lengths.numpy(), pa.int32()),
+        "length": pa.array(judged.lengths.int().numpy()),
         "truncated": pa.array(judged.truncated.numpy()),
         "kept": pa.array(selected.kept.numpy()),
-        "reason": _words(why),
-        "num_kept_tokens": pa.array([gathered.num_kept_tokens.get(uid, 0) for uid in uids], pa.int32()),
-        "mean_entropy": pa.array([gathered.mean_entropy.get(uid) for uid in uids], pa.float32()),
+        "reason": _words(*why),
+        "num_kept_tokens": pa.array(gathered.num_kept_tokens.int().numpy()),
+        "mean_entropy": pa.array(gathered.mean_entropy.float().numpy(), mask=~scored),
     }
-    rows = [gathered.tokens.get(uid) for uid in range(num)]
-    texts = [pieces.of(row.token_ids) if row and pieces else None for row in rows]
-    columns |= {
-        "token_ids": pa.array([row and row.token_ids for row in rows], pa.list_(pa.int32())),
-        "pieces": pa.array(texts, pa.list_(pa.string())),
-        "entropy": pa.array([row and row.entropy for row in rows], pa.list_(pa.float32())),
-        "score": pa.array([row and row.score for row in rows], pa.list_(pa.float32())),
-        "token_kept": pa.array([row and row.kept for row in rows], pa.list_(pa.bool_())),
-    }
+    if pieces is not None:
+        rows = [gathered.tokens.get(uid) for uid in range(len(judged.uids))]
+        texts = [row and pieces.of(row.token_ids) for row in rows]
+        columns |= {
+            "token_ids": pa.array([row and row.token_ids for row in rows], pa.list_(pa.int32())),
+            "pieces": pa.array(texts, pa.list_(pa.string())),
+            "entropy": pa.array([row and row.entropy for row in rows], pa.list_(pa.float32())),
+            "score": pa.array([row and row.score for row in rows], pa.list_(pa.float32())),
+            "token_kept": pa.array([row and row.kept for row in rows], pa.list_(pa.bool_())),
+        }
     return pa.table(columns)
 
 
 def step_meta(
-    record: StepRecord, gathered: Gathered, why: list[str], row: Mapping[str, Any], shown: list[int]
+    record: StepRecord, gathered: Gathered, why: tuple[list[str], Tensor], row: Mapping[str, Any], shown: list[int]
 ) -> dict[str, Any]:
     """The JSON record of a step: its log row, the score histogram (bins of gather.EDGES), the threshold, checksums."""
 
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
+    counts = torch.bincount(why[1], minlength=len(why[0]))
     prompts = {group: record.prompts[group] for group in shown}
     return {
         "step": record.judged.step,
         "row": {name: finite(value) for name, value in row.items()},
-        "reasons": dict(Counter(why)),
+        "reasons": {name: num for name, num in zip(why[0], counts.tolist(), strict=True) if num},
         "histogram": {"all": gathered.histogram[0].tolist(), "kept": gathered.histogram[1].tolist()},
         "threshold": gathered.threshold,
         "checksums": {
@@ -151,5 +154,5 @@ def step_meta(
     }
 
 
-def _words(values: list[str]) -> pa.Array:
-    return pa.array(values, pa.string()).dictionary_encode()
+def _words(names: Sequence[str], which: Tensor) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(which.int().numpy(), pa.array(names, pa.string()))

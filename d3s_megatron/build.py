@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.data import PromptOrder, encode_prompts, load_problems
 from d3s_megatron.data.config import DataConfig
+from d3s_megatron.evaluate.engine import make_engine
 from d3s_megatron.launch import describe_world
 from d3s_megatron.report.run_log import LOG_FILE, RunLog
 from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
@@ -60,6 +62,10 @@ class Parts:
     start: Progress  # where the training loop begins
     stop: Stop
     watch: Watch
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """The batch's prompts, the same on every rank."""
+        return [self.questions.train[i] for i in self.order.batch(step)]
 
     def close(self) -> None:
         """Ends worker processes and closes files."""
@@ -115,15 +121,25 @@ def _questions(config: RunConfig) -> Questions:
 
 
 def _engine(config: RunConfig, layout: Layout) -> RolloutEngine:
-    """The engine of `rollout.engine`; only that one is imported."""
-    if config.rollout.engine == "vllm":
-        from d3s_megatron.rollout.vllm_engine import VllmEngine
+    """This rank's engine, or its end of the rollout servers."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if config.rollout.engine == "server":
+        from d3s_megatron.rollout.server_engine import ServerEngine
 
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        return VllmEngine(config.model.path, config.rollout, max_model_len=longest)
-    from d3s_megatron.rollout.transformers_engine import TransformersEngine
+        return ServerEngine(
+            *(config.model.path, config.rollout, longest),
+            rank=layout.rank,
+            num_ranks=layout.world_size,
+            share=_first_ranks,
+        )
+    return make_engine(config.model.path, config.rollout, longest, layout.device)
 
-    return TransformersEngine(config.model.path, config.rollout, layout.device)
+
+def _first_ranks(value: Any) -> Any:
+    """The first rank's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
@@ -170,7 +186,9 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     log.message(world)
     if start.folder is not None:
         _resume(parts, start)
-    for note in (*start.notes, *questions.notes):
+    if start.folder is not None or config.rollout.engine == "server":
+        parts.engine.load_weights(parts.actor.weights())  # before its first answer (fault G04)
+    for note in (*start.notes, *questions.notes, *config.rollout.warnings()):
         log.message(note)
     return parts
 
@@ -185,4 +203,3 @@ def _resume(parts: Parts, start: Start) -> None:
         )
     if not load_checkpoint(parts.actor, start.folder):
         parts.log.message("per-rank random states were left as they are: the number of ranks has changed")
-    parts.engine.load_weights(parts.actor.weights())  # before its first answer (fault G04)

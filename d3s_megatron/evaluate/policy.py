@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from d3s_megatron.evaluate.summary import CORRECT_FROM, Answer, Evaluation, PassKind, summarise
-from d3s_megatron.evaluate.votes import vote_of
+from d3s_megatron.evaluate.grading import answer_of
+from d3s_megatron.evaluate.summary import Answer, Evaluation, PassKind, summarise
 from d3s_megatron.rewards import STATUSES, Reward, RewardConfig
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
-from d3s_megatron.types import Prompt, Rollout, Verdict
+from d3s_megatron.types import Prompt
 
 PASS_AT = (1, 2, 4, 8, 16, 32, 64)
 EVAL_STEP = -1  # evaluation draws the same random numbers every time, so before and after differ by weights alone
@@ -24,17 +23,6 @@ GatherRows = Callable[[Tensor], list[Tensor]]
 def rank_share(num: int, rank: int, world_size: int) -> range:
     """The slots of one rank, contiguous; sizes differ by at most one."""
     return range(num * rank // world_size, num * (rank + 1) // world_size)
-
-
-def graded(rollout: Rollout, verdict: Verdict, rewards: RewardConfig) -> Answer:
-    """A rollout with its verdict as what evaluation counts."""
-    return Answer(
-        solved=None if math.isnan(verdict.value) else verdict.value >= CORRECT_FROM,
-        status=verdict.status,
-        vote=vote_of(rollout.text, rewards),
-        num_tokens=len(rollout.token_ids),
-        cut=rollout.finish_reason == "length",
-    )
 
 
 def evaluate_policy(
@@ -57,7 +45,10 @@ def evaluate_policy(
     requests = make_requests(mine, num_samples, seed, EVAL_STEP, first_group=share.start)
     rollouts = engine.generate(requests, sampling) if requests else []
     verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
-    answers = [graded(r, v, rewards or RewardConfig()) for r, v in zip(rollouts, verdicts, strict=True)]
+    answers = [
+        answer_of(r.text, len(r.token_ids), r.finish_reason == "length", v, rewards or RewardConfig())
+        for r, v in zip(rollouts, verdicts, strict=True)
+    ]
     rows = torch.tensor([_as_numbers(answer) for answer in answers], dtype=torch.int64)
     table = torch.cat(gather(rows.flatten())).view(len(prompts), num_samples, -1)
     everyone = [[_from_numbers(row) for row in problem] for problem in table.tolist()]

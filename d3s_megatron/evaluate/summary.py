@@ -51,6 +51,7 @@ class Evaluation:
     cut_share: float  # answers that reached the length limit
     statuses: dict[str, int]
     num_without_verdict: int  # counted as not solved
+    pass_kind: PassKind
     seed: int  # of the bootstrap
     per_problem: Mapping[str, Tensor] = field(repr=False, compare=False)  # [P] each, "pass@8" and the like
 
@@ -76,6 +77,7 @@ class Evaluation:
             "set": self.name,
             "num_problems": self.num_problems,
             "num_samples": self.num_samples,
+            "pass_kind": self.pass_kind,
             "pass@k": cells(self.pass_at),
             "maj@k": cells(self.maj_at),
             "mean_length": self.response_length,
@@ -125,6 +127,7 @@ def summarise(
         cut_share=sum(answer.cut for answer in everything) / len(everything),
         statuses={status: statuses[status] for status in [*STATUSES, *sorted(set(statuses) - set(STATUSES))]},
         num_without_verdict=sum(answer.solved is None for answer in everything),
+        pass_kind=pass_kind,
         seed=seed,
         per_problem=per_problem,
     )

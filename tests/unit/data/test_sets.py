@@ -39,7 +39,7 @@ PUBLISHED = {
     "aime25": ({"problem": "p", "answer": "336^\\circ"}, "aime25-00", "336"),
     "amc23": ({"problem": "p", "answer": 27.0}, "amc23-00", "27"),
     "gsm8k": ({"question": "p", "answer": "1 + 1 = <<1+1=2>>2\n#### 70,000"}, "gsm8k-test-0000", "70000"),
-    "math500": ({"problem": "p", "answer": r"\frac{1}{2}", "unique_id": "test/algebra/7.json"}, "math500-algebra-7", r"\frac{1}{2}"),
+    "math500": ({"problem": "p", "answer": r"\pi", "unique_id": "test/algebra/7.json"}, "math500-algebra-7", r"\pi"),
     "minerva": ({"problem": "p", "solution": r"so \boxed{\frac{1}{2}} m", "idx": 7}, "minerva-007", r"\frac{1}{2}"),
     "olympiadbench": ({"question": "p", "final_answer": ["$2$"], "id": 1606}, "olympiadbench-1606", "2"),
 }  # fmt: skip

@@ -247,7 +247,7 @@ def _resolve(config: RunConfig) -> RunConfig:
     """With the values that depend on another section filled in."""
     if config.algorithm.rollout_correction is not None:
         return config
-    level = "token" if config.rollout.engine == "vllm" else "none"
+    level = "none" if config.rollout.engine == "transformers" else "token"
     return replace(config, algorithm=replace(config.algorithm, rollout_correction=level))
 
 

@@ -96,6 +96,26 @@ def score(batch: Batch, actor: MegatronActor, with_reference: bool = True) -> Ba
     return replace(batch, scores=tuple(actor.score(batch.samples, with_reference)))
 
 
+def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> None:
+    """RuntimeError where trainer and engine differ by more than `limit` nats a token on average; 0 never looks.
+
+    Every rollout is a probe of the last weight sync: it is looked at before it trains anything (fault G04).
+    """
+    if not limit:
+        return
+    sums = torch.zeros(2, dtype=torch.float64)
+    for score, sample in zip(batch.scores, batch.samples, strict=True):
+        sums[0] += (score.old_log_probs.cpu().double() - torch.tensor(sample.rollout_log_probs)).abs().sum()
+        sums[1] += len(sample.rollout_log_probs)
+    total, num = data_parallel_reduce(layout)(sums, "sum").tolist()
+    if not total <= limit * num:
+        raise RuntimeError(
+            f"step {step + 1}: log-probs of trainer and rollout engine differ by {total / num:.3g} nats a token, above "
+            f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
+            "way (rollout.top_p, top_k, dtype)"
+        )
+
+
 def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Experience, layout: Layout) -> Batch:
     """Stage 8: the tokens that are trained on, chosen over all ranks."""
     masks = recipe.tokens(

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from d3s_megatron import stages
 from d3s_megatron.actor.parallel import gather_rows, shutdown
+from d3s_megatron.ahead import RolloutSource
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.audit import StepRecord
@@ -32,6 +33,7 @@ from d3s_megatron.probe import probe
 from d3s_megatron.report.plot import plot_run
 from d3s_megatron.report.run_log import LOG_FILE, RunLog, StageClock, read_log
 from d3s_megatron.resume import SUMMARY_FILE, find_start, with_start
+from d3s_megatron.types import Rollout
 
 
 def train(parts: Parts) -> Progress:
@@ -40,14 +42,13 @@ def train(parts: Parts) -> Progress:
     algorithm, seed = config.algorithm, config.train.seed
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
+    source = RolloutSource(parts.engine, partial(generate, parts), config.train.steps, config.rollout.ahead)
     for step in range(progress.step, config.train.steps):
         clock = StageClock(partial(parts.watch.enter, step))
         amounts = recipes.amounts(algorithm, step, config.train.steps)
-        prompts = [parts.questions.train[i] for i in parts.order.batch(step)]
+        prompts = parts.prompts_of(step)
         with clock("rollout"):
-            rollouts = stages.generate(
-                parts.engine, prompts, algorithm.samples_per_prompt, config.rollout.sampling(), seed, step, layout
-            )
+            rollouts, staleness = source.take(step)
         with clock("reward"):
             verdicts = stages.grade(rollouts, parts.reward)
             judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
@@ -56,6 +57,7 @@ def train(parts: Parts) -> Progress:
             batch = stages.redistribute(rollouts, selected, algorithm, layout)
         with clock("score"):
             batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
+            stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
         with clock("tokens"):
             select = partial(
                 stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
@@ -72,11 +74,14 @@ def train(parts: Parts) -> Progress:
             max_length = config.rollout.max_new_tokens
             updates = stages.update(batch, parts.actor, parts.loss, algorithm, max_length, reselect)
         stepped = any(result.stepped for result in updates)
+        with clock("wait"):
+            source.settle()
         with clock("sync"):
             if stepped:
-                parts.engine.load_weights(parts.actor.weights())
+                source.sync(parts.actor.weights())
 
         row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
+        row |= {"staleness": staleness}
         row |= selection_metrics(judged, selected, parts.recipe.advantages_of_all(judged))
         row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, parts.loss.kl_beta > 0)
         with clock("audit"):
@@ -103,6 +108,13 @@ def train(parts: Parts) -> Progress:
             break
     parts.checkpoints.close()
     return progress
+
+
+def generate(parts: Parts, step: int) -> list[Rollout]:
+    """This rank's rollouts of a training step; no collective."""
+    algorithm, train, sampling = parts.config.algorithm, parts.config.train, parts.config.rollout.sampling()
+    prompts, num = parts.prompts_of(step), algorithm.samples_per_prompt
+    return stages.generate(parts.engine, prompts, num, sampling, train.seed, step, parts.layout)
 
 
 def check_bad_steps(config: RunConfig, step: int, num_bad: int, log: RunLog) -> None:

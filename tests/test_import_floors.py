@@ -40,6 +40,7 @@ FLOORS = {
             "ablate",
             "launch",
             "watch",
+            "ahead",
         ),
         TOP,
     ),

@@ -48,7 +48,7 @@ class AlgorithmConfig:
     kl_tokens: Literal["kept", "all"] = "kept"
     """Whether the KL is taken on the kept tokens or on all tokens of the kept rollouts."""
     rollout_correction: Literal["none", "token", "sequence"] | None = None
-    """Importance weights for engines that differ from the trainer; unset is token for vllm, none for transformers."""
+    """Importance weights for engines that differ from the trainer; unset is none for transformers, else token."""
     rollout_correction_cap: float = 2.0
     """Largest of these weights."""
     num_minibatches: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from d3s_megatron.rollout.engine import Sampling
 
@@ -12,8 +13,29 @@ from d3s_megatron.rollout.engine import Sampling
 class RolloutConfig:
     """The rollout engine and its sampling; the defaults sample from the policy itself, as the method assumes."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Engine that answers; "transformers" is built in and runs anywhere."""
+    engine: Literal["transformers", "vllm", "server"] = "transformers"
+    """Engine that answers: built in, vLLM in the training processes, or rollout servers outside of the job."""
+
+    servers: str = ""
+    """Addresses of rollout servers, http://HOST:PORT with commas between (python -m d3s_megatron.rollout.serve)."""
+
+    server_patience: float = 600.0
+    """Seconds that a run waits for its servers to answer when it starts."""
+
+    server_timeout: float = 120.0
+    """Seconds of silence after which a server is lost; a living one sends a sign every 5."""
+
+    weight_transport: Literal["http", "folder"] = "http"
+    """How servers get new weights: a stream of buckets, or a folder that run and servers both see."""
+
+    sync_folder: str = ""
+    """Where weights are written for weight_transport "folder"; each is removed once every server has read it."""
+
+    ahead: bool = False
+    """Generate the next step's rollouts while this one trains, by weights one update older; for engine "server"."""
+
+    max_mismatch: float = 0.5
+    """End the run where trainer and engine log-probs differ by more than this on average, in nats; 0 is off."""
 
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
@@ -30,15 +52,20 @@ class RolloutConfig:
     vllm_memory_share: float = 0.4
     """Share of the device's memory that a vLLM engine takes for weights and cache, beside the trainer."""
 
+    vllm_sleep: bool = True
+    """Let a vLLM engine give its memory back while the trainer works, on devices where vLLM can (not on a CPU)."""
+
     max_batch_size: int = 512
-    """Answers decoded at once on one rank; lower it where memory is short."""
+    """Answers decoded at once by one engine; lower it where memory is short."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the engine's weights and cache."""
 
     def __post_init__(self) -> None:
-        if self.engine not in ("transformers", "vllm"):
-            raise ValueError(f"rollout.engine is {self.engine!r}: use 'transformers' or 'vllm'")
+        if self.engine not in ("transformers", "vllm", "server"):
+            raise ValueError(f"rollout.engine is {self.engine!r}: use 'transformers', 'vllm' or 'server'")
+        if self.engine == "server":
+            self._check_servers()
         if not self.temperature > 0:
             raise ValueError(
                 f"rollout.temperature is {self.temperature}: training samples at a temperature above 0 "
@@ -48,7 +75,45 @@ class RolloutConfig:
             raise ValueError(f"rollout.max_batch_size is {self.max_batch_size}: it must be at least 1")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"rollout.dtype is {self.dtype!r}: use float32, bfloat16 or float16")
+        if self.ahead and self.engine != "server":
+            raise ValueError(
+                f"rollout.ahead is on with rollout.engine {self.engine!r}, which shares the trainer's device: "
+                "use engine 'server'"
+            )
+        if self.max_mismatch < 0:
+            raise ValueError(f"rollout.max_mismatch is {self.max_mismatch}: give nats per token above 0, or 0 for off")
         self.sampling()  # checks the rest
+
+    def _check_servers(self) -> None:
+        if not self.server_addresses():
+            raise ValueError(
+                "rollout.servers is empty: give addresses like http://HOST:8000 with commas between, of servers "
+                "started with python -m d3s_megatron.rollout.serve"
+            )
+        for address in self.server_addresses():
+            parts = urlsplit(address)
+            if parts.scheme != "http" or not parts.hostname or parts.path:
+                raise ValueError(f"rollout.servers has {address!r}: give http://HOST:PORT")
+        for name in ("server_patience", "server_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)}: give seconds above 0")
+        if self.weight_transport not in ("http", "folder"):
+            raise ValueError(f"rollout.weight_transport is {self.weight_transport!r}: use 'http' or 'folder'")
+        if self.weight_transport == "folder" and not self.sync_folder:
+            raise ValueError("rollout.sync_folder is empty: name a folder that run and servers both see")
+
+    def server_addresses(self) -> tuple[str, ...]:
+        """The addresses of `servers`, each once."""
+        return tuple(dict.fromkeys(part.strip().rstrip("/") for part in self.servers.split(",") if part.strip()))
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know of these settings, for the log."""
+        if self.top_p < 1 or self.top_k:
+            return (
+                f"rollout.top_p {self.top_p:g} and rollout.top_k {self.top_k} renormalise the engine's log-probs over "
+                "the tokens they leave; the trainer's are over the whole vocabulary, and the mismatch shows it",
+            )
+        return ()
 
     def sampling(self) -> Sampling:
         """The part an engine is given with every call."""

@@ -31,6 +31,18 @@ class Sampling:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
 
 
+def check_length(request: Request, sampling: Sampling, limit: int, whose: str) -> None:
+    """ValueError where a prompt is empty, or its longest answer would not fit `limit` positions."""
+    num_tokens = len(request.prompt.token_ids)
+    if num_tokens == 0:
+        raise ValueError(f"prompt {request.prompt.id!r} has no tokens; an answer needs something to follow")
+    if num_tokens + sampling.max_new_tokens > limit:
+        raise ValueError(
+            f"prompt {request.prompt.id!r} has {num_tokens} tokens; with rollout.max_new_tokens "
+            f"{sampling.max_new_tokens} that is over {whose} {limit} positions; lower one of the two"
+        )
+
+
 class RolloutEngine(Protocol):
     """Prompts in, answers out, with weights that can be replaced between two calls."""
 
@@ -53,6 +65,10 @@ class RolloutEngine(Protocol):
         A tied output head is not a name of its own. Raises ValueError for an unknown, repeated or missing name and
         for a wrong shape; an engine that has met one refuses to generate until a whole stream went through.
         """
+        ...
+
+    def rest(self) -> None:
+        """Frees what it can of the device's memory until the next call, for the trainer; may do nothing."""
         ...
 
     def close(self) -> None:

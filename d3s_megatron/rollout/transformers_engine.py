@@ -10,6 +10,7 @@ Left out: refilling a batch with new requests, paged caches, tensor parallelism.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from transformers.cache_utils import Cache
 
 from d3s_megatron.rollout.cache import join_rows, new_cache, select_rows
 from d3s_megatron.rollout.config import RolloutConfig
-from d3s_megatron.rollout.engine import Sampling
+from d3s_megatron.rollout.engine import Sampling, check_length
+from d3s_megatron.rollout.progress import ProgressLine
 from d3s_megatron.rollout.sampling import sample_tokens
 from d3s_megatron.types import Request, Rollout
 
@@ -59,8 +61,10 @@ class TransformersEngine:
             raise RuntimeError("the engine holds no whole set of weights: it was closed, or load_weights failed")
         self._check_lengths(requests, sampling)
         rollouts: dict[int, Rollout] = {}
+        progress = ProgressLine(len(requests))
         for batch in self._batches(requests):
-            padded_ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling)
+            progress.begin(len(rollouts))
+            padded_ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling, progress)
             ids = [row[:length] for row, length in zip(padded_ids.tolist(), lengths.tolist(), strict=True)]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for row, (i, log_prob, stop) in enumerate(zip(batch, log_probs.tolist(), stopped.tolist(), strict=True)):
@@ -96,22 +100,18 @@ class TransformersEngine:
             raise ValueError(f"{len(missing)} weights never came, among them {sorted(missing)[:3]}; send them all")
         self._ready = True
 
+    def rest(self) -> None:
+        """Does nothing: the weights stay where they are, and the cache is gone with each call."""
+
     def close(self) -> None:
         """Frees the model."""
         self._ready = False
         del self._model
 
     def _check_lengths(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        limit = getattr(self._model.config, "max_position_embeddings", None)
+        limit = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
         for request in requests:
-            num_tokens = len(request.prompt.token_ids)
-            if num_tokens == 0:
-                raise ValueError(f"prompt {request.prompt.id!r} has no tokens; an answer needs something to follow")
-            if limit is not None and num_tokens + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"prompt {request.prompt.id!r} has {num_tokens} tokens; with rollout.max_new_tokens "
-                    f"{sampling.max_new_tokens} that is over the model's {limit} positions; lower one of the two"
-                )
+            check_length(request, sampling, limit, "the model's")
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         """Indices into `requests`, at most max_batch_size at a time, prompts of similar length together."""
@@ -120,7 +120,9 @@ class TransformersEngine:
             yield order[first : first + self.config.max_batch_size]
 
     @torch.inference_mode()
-    def _decode(self, requests: Sequence[Request], sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _decode(
+        self, requests: Sequence[Request], sampling: Sampling, progress: ProgressLine
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Answers of one batch: ids [B, L], log-probs [B, L], lengths [B], stopped [B]; past a length is garbage."""
         device, batch = self.device, len(requests)
         seeds = torch.tensor([_signed(request.seed) for request in requests], device=device)
@@ -147,6 +149,7 @@ class TransformersEngine:
             lengths[rows[ends]] = step + 1
             done |= ends
             num_done = int(done.sum())
+            progress.update(batch - len(rows) + num_done)
             if num_done == len(rows) or step + 1 == sampling.max_new_tokens:
                 break
             if num_done >= _COMPACT_SHARE * len(rows):

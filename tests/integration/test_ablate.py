@@ -1,0 +1,63 @@
+"""The comparison's command on a tiny model: stopped, gone on with, and asked again when all is there."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import yaml
+from builders import addition_file, tiny_model, tiny_run
+from helpers import ROOT
+
+from d3s_megatron.ablate.__main__ import STOPPED, main
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def call(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ablate")
+    settings = tiny_run(tiny_model(folder / "model"), addition_file(folder / "train.jsonl"), folder / "unused", STEPS)
+    settings |= {"train.eval_every": 20, "train.export": "false", "audit.every": 0, "audit.rollouts": "none"}
+    nested: dict = {}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        if name != "output_dir":
+            nested.setdefault(section, {})[name] = str(value) if hasattr(value, "parts") else value
+    (folder / "config.yaml").write_text(yaml.safe_dump(nested))
+    arguments = ["--config", str(folder / "config.yaml"), "--algorithms", "grpo,random", "--seeds", "1"]
+    return [*arguments, "--out", str(folder / "out")], folder / "out"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Runs are processes of their own, which need this tree and the tests' reward function."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+
+
+def stop_at_first_step(log):
+    for _ in range(1200):
+        if log.exists() and '"progress"' in log.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(0.05)
+
+
+def test_a_stopped_comparison_goes_on_and_a_complete_one_only_makes_tables(call, capsys):
+    arguments, out = call
+    threading.Thread(target=stop_at_first_step, args=(out / "grpo" / "seed-0" / "log.jsonl",)).start()
+    assert main(arguments) == STOPPED
+    assert not (out / "grpo" / "seed-0" / "summary.json").exists() and not (out / "random").exists()
+    assert "the same command goes on from here" in capsys.readouterr().out
+
+    assert main(arguments) == 0
+    assert "resumed from" in (out / "grpo" / "seed-0" / "output.txt").read_text()
+    said = capsys.readouterr().out
+    assert "2/2  random, seed 0" in said and "What was spent" in said
+    logs = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-0/log.jsonl")}
+
+    assert main(arguments) == 0
+    assert "2 of 2 runs are complete already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-0/log.jsonl")} == logs and len(logs) == 2
+    assert (out / "table.md").exists() and (out / "accuracy.png").exists()

@@ -26,7 +26,7 @@ def call(tmp_path_factory):
         if name != "output_dir":
             nested.setdefault(section, {})[name] = str(value) if hasattr(value, "parts") else value
     (folder / "config.yaml").write_text(yaml.safe_dump(nested))
-    arguments = ["--config", str(folder / "config.yaml"), "--algorithms", "grpo,random", "--seeds", "1"]
+    arguments = ["--config", str(folder / "config.yaml"), "--algorithms", "random", "--seeds", "1"]
     return [*arguments, "--out", str(folder / "out")], folder / "out"
 
 
@@ -46,18 +46,18 @@ def stop_at_first_step(log):
 
 def test_a_stopped_comparison_goes_on_and_a_complete_one_only_makes_tables(call, capsys):
     arguments, out = call
-    threading.Thread(target=stop_at_first_step, args=(out / "grpo" / "seed-0" / "log.jsonl",)).start()
+    threading.Thread(target=stop_at_first_step, args=(out / "random" / "seed-0" / "log.jsonl",)).start()
     assert main(arguments) == STOPPED
-    assert not (out / "grpo" / "seed-0" / "summary.json").exists() and not (out / "random").exists()
+    assert not (out / "random" / "seed-0" / "summary.json").exists()
     assert "the same command goes on from here" in capsys.readouterr().out
 
     assert main(arguments) == 0
-    assert "resumed from" in (out / "grpo" / "seed-0" / "output.txt").read_text()
+    assert "resumed from" in (out / "random" / "seed-0" / "output.txt").read_text()
     said = capsys.readouterr().out
-    assert "2/2  random, seed 0" in said and "What was spent" in said
+    assert "1/1  random, seed 0" in said and "What was spent" in said
     logs = {path: path.stat().st_mtime_ns for path in out.glob("*/seed-0/log.jsonl")}
 
     assert main(arguments) == 0
-    assert "2 of 2 runs are complete already" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-0/log.jsonl")} == logs and len(logs) == 2
+    assert "1 of 1 runs are complete already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-0/log.jsonl")} == logs and len(logs) == 1
     assert (out / "table.md").exists() and (out / "accuracy.png").exists()

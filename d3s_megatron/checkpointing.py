@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ class Progress:
     step: int = 0  # training steps done
     totals: Mapping[str, int] | None = None  # counters of the training loop, by name
     seconds: float = 0.0  # of training
+    schedule: Mapping[str, float] = field(default_factory=dict)  # the state of the schedule of N and rho
 
 
 def root_of(config: RunConfig) -> Path:

@@ -42,10 +42,11 @@ def train(parts: Parts) -> Progress:
     algorithm, seed = config.algorithm, config.train.seed
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
+    schedule = recipes.schedule_of(algorithm)
     source = RolloutSource(parts.engine, partial(generate, parts), config.train.steps, config.rollout.ahead)
     for step in range(progress.step, config.train.steps):
         clock = StageClock(partial(parts.watch.enter, step))
-        amounts = recipes.amounts(algorithm, step, config.train.steps)
+        amounts = recipes.amounts(algorithm, step, config.train.steps, progress.schedule)
         prompts = parts.prompts_of(step)
         with clock("rollout"):
             rollouts, staleness = source.take(step)
@@ -94,7 +95,8 @@ def train(parts: Parts) -> Progress:
             log.message(f"  step {step + 1}: no update, no kept token has an advantage to learn from")
         if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
             evaluate(parts, step + 1)
-        progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"])
+        state = dict(schedule.after(progress.schedule, row))
+        progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"], state)
         if row["num_updates"]:
             num_bad = 0
         if row["num_bad_updates"]:

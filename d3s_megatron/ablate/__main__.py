@@ -139,7 +139,7 @@ def _names(args: argparse.Namespace) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 def _report(args: argparse.Namespace, algorithms: Sequence[str], seeds: Sequence[int]) -> int:
     """Prints the tables and writes table.md, table.csv, curves.csv and the pictures into the folder."""
-    curves = read_all(args.out, algorithms, seeds, "time/step" if args.clock == "wall" else "cpu/step")
+    curves = read_all(args.out, algorithms, seeds, "time/step" if args.clock == "wall" else "time/cpu")
     if not curves:
         print("no run has an evaluation yet: there is nothing to compare")
         return 0

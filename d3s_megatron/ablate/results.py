@@ -92,7 +92,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_run(folder: Path, algorithm: str, seed: int, clock: str = "time/step") -> RunCurve:
-    """A run from its log; `clock` names the seconds of a step: time/step (wall) or cpu/step (processor)."""
+    """A run from its log; `clock` names the seconds of a step: time/step (wall) or time/cpu (processor)."""
     rows = read_rows(folder / "log.jsonl")
     steps = [row for row in rows if "progress" in row]
     spent_tokens, spent_seconds = [0.0], [0.0]  # after so many steps

@@ -23,8 +23,13 @@ class AlgorithmConfig:
     """rho at the first step: share of the kept rollouts' response tokens that are trained on."""
     token_share_final: float = 0.4
     """rho at the last step; recipes with a constant schedule use only the first value."""
-    schedule: Literal["constant", "linear"] | None = None
-    """How N and rho move from first to last value; unset takes the recipe's own."""
+    schedule: Literal["constant", "linear", "cosine", "step", "reward", "entropy"] | None = None
+    """How N and rho move from first to last value: over the run's length; or a stair up where the reward rises no
+    more, or where entropy is lost; unset takes the recipe's own."""
+    schedule_stages: int = 4
+    """Stairs of the schedules step, reward and entropy."""
+    schedule_window: int = 10
+    """Steps over which the schedules reward and entropy look."""
     truncated: Literal["wrong", "exclude", "judge"] = "wrong"
     """Answers cut at rollout.max_new_tokens: reward 0, left out of their group, or judged as they are."""
     drop_zero: bool = False
@@ -79,6 +84,10 @@ class AlgorithmConfig:
                 f"algorithm.rollout_correction_cap is {self.rollout_correction_cap}: give at least 1, the weight of "
                 "tokens on which engine and trainer agree"
             )
-        for name in ("num_minibatches", "num_epochs"):
+        if self.schedule_stages < 2:
+            raise ValueError(
+                f"algorithm.schedule_stages is {self.schedule_stages}: give at least 2, a first and a last"
+            )
+        for name in ("num_minibatches", "num_epochs", "schedule_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"algorithm.{name} is {getattr(self, name)}: give at least 1")

@@ -16,7 +16,7 @@ from d3s_megatron.algorithms.advantages import GroupAdvantages
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples
-from d3s_megatron.algorithms.schedules import Amounts, amounts_at
+from d3s_megatron.algorithms.schedules import NO_STATE, Amounts, Schedule, State, amounts_at, make_schedule
 from d3s_megatron.algorithms.token_selection import AllTokens, TopShare
 from d3s_megatron.types import Experience
 
@@ -169,14 +169,23 @@ def make_loss(config: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(ratio, low, high, config.dual_clip, beta, config.kl_kind)
 
 
-def amounts(config: AlgorithmConfig, step: int, num_steps: int) -> Amounts:
-    """N and rho of one step: all G rollouts and a share of 1 where the recipe does not choose."""
+def schedule_of(config: AlgorithmConfig) -> Schedule:
+    """The schedule of `config.name`, or the one that the config gives it."""
+    return make_schedule(make_recipe(config).schedule, config.schedule_stages, config.schedule_window)
+
+
+def amounts(config: AlgorithmConfig, step: int, num_steps: int, state: State = NO_STATE) -> Amounts:
+    """N and rho of one step: all G rollouts and a share of 1 where the recipe does not choose.
+
+    `state` is the schedule's, after the step before.
+    """
     recipe, everything = make_recipe(config), config.samples_per_prompt
     fixed = recipe.tokens.fixed_share
     return amounts_at(
-        recipe.schedule,
+        schedule_of(config),
         step,
         num_steps,
         (config.kept_per_prompt_init, config.kept_per_prompt_final) if recipe.uses_budget else (everything, everything),
         (config.token_share_init, config.token_share_final) if fixed is None else (fixed, fixed),
+        state,
     )

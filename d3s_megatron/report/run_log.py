@@ -60,10 +60,10 @@ class StageClock:
         self._cpu_start += time.process_time() - cpu
 
     def as_row(self) -> dict[str, float]:
-        """time/STAGE in seconds, time/step since the clock was made, and cpu/step of this process, all its threads."""
+        """time/STAGE in seconds, time/step since the clock was made, and time/cpu: this process's processor seconds."""
         row = {f"time/{stage}": seconds for stage, seconds in self._stages.items()}
         row["time/step"] = time.perf_counter() - self._start
-        return row | {"cpu/step": time.process_time() - self._cpu_start}
+        return row | {"time/cpu": time.process_time() - self._cpu_start}
 
 
 def _json_value(value: Any) -> Any:

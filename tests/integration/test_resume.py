@@ -102,6 +102,18 @@ def test_a_cut_run_goes_on_as_if_it_had_not_been_cut(inputs, whole, tmp_path, ca
     assert [row["step"] for row in rows_of(out) if "progress" in row] == list(range(STEPS))
 
 
+def test_a_triggered_schedule_goes_on_from_its_saved_state(inputs, tmp_path):
+    """What it has climbed so far lies in the checkpoint; a fresh state would start at the first N again."""
+    trigger = {"algorithm__schedule": "reward", "algorithm__schedule_stages": 3, "algorithm__schedule_window": 1}
+    train(inputs, tmp_path / "whole", **trigger)
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "step-000002" / "run.json").read_text())["schedule"]
+    assert state["stage"] > 0
+    out = cut(tmp_path / "whole", tmp_path / "run", step=2)
+    train(inputs, out, **trigger)
+    assert_equal(tmp_path / "whole", out)
+    assert [row["N"] for row in rows_of(out) if "progress" in row][2] == 2 + state["stage"]
+
+
 TP2 = {"actor__tensor_model_parallel_size": 2}
 PP2 = {"actor__pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"actor__use_distributed_optimizer": "true"}

@@ -24,7 +24,7 @@ def write_run(folder, accuracy, tokens, seconds, num_steps=4):
             rows.append({"step": step, "eval/pass@1": accuracy[step // 2], "eval/pass@8": 0.9})
         if step < num_steps:
             spent = {"tokens_trained": tokens * (step + 1), "tokens_generated": 100 * (step + 1)}
-            row = {"step": step, "progress": step / 3, "time/step": seconds, "cpu/step": seconds / 2, "sur": 0.7}
+            row = {"step": step, "progress": step / 3, "time/step": seconds, "time/cpu": seconds / 2, "sur": 0.7}
             rows.append(row | spent | ({"probe/kl": 0.1 * step, "probe/entropy": 1.0} if step % 3 == 0 else {}))
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text("{}")
@@ -47,7 +47,7 @@ def test_a_run_is_its_evaluations_with_what_was_spent_until_then(logs):
     curve = read_run(logs / "grpo" / "seed-0", "grpo", 0)
     assert curve.axes == {"step": (0, 2, 4), "tokens": (0, 200, 400), "seconds": (0, 2, 4)}
     assert curve.accuracy == (0.30, 0.40, 0.50)
-    assert read_run(logs / "grpo" / "seed-0", "grpo", 0, "cpu/step").axes["seconds"] == (0, 1, 2)
+    assert read_run(logs / "grpo" / "seed-0", "grpo", 0, "time/cpu").axes["seconds"] == (0, 1, 2)
 
 
 def test_between_evaluations_it_is_on_the_line_and_beyond_the_last_one_there_is_nothing(curves):

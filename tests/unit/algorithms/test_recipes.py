@@ -132,6 +132,12 @@ def test_amounts_follow_the_recipe():
     assert [at("d1s", step) for step in (0, 10)] == [(2, 1.0)] * 2  # every token of what it keeps
     assert [at("grpo", step) for step in (0, 10)] == [(8, 1.0)] * 2  # everything
     assert at("d1s-c", 10, schedule="linear") == (8, 1.0)
+    assert [at("d3s", step, schedule="step", schedule_stages=2) for step in (0, 4, 5, 10)] == [(2, 0.1)] * 2 + [
+        (8, 0.4)
+    ] * 2
+    third = {"stage": 1, "mean": 0.5, "mark": 0.5, "steps": 0}
+    got = amounts(config("d3s", schedule="reward"), 0, 11, third)
+    assert (got.num_kept, got.token_share) == (4, pytest.approx(0.2))
     assert [at("random", step) for step in (0, 5, 10)] == [at("d3s", step) for step in (0, 5, 10)]
     assert [at("entropy_8020", step, schedule="linear") for step in (0, 10)] == [(8, 0.2)] * 2
 
@@ -202,6 +208,8 @@ def test_keeping_everything_is_plain_grpo_bit_for_bit(normalization):
         ({"dual_clip": 1.0}, r"dual_clip is 1.0: give more than 1"),
         ({"num_minibatches": 0}, r"num_minibatches is 0"),
         ({"num_epochs": 0}, r"num_epochs is 0"),
+        ({"schedule_stages": 1}, r"schedule_stages is 1: give at least 2"),
+        ({"schedule_window": 0}, r"schedule_window is 0"),
     ],
 )
 def test_refusals(changes, message):

@@ -99,5 +99,5 @@ class CMakeBuild(build_ext):
 setup(
     ext_modules=[Extension("d3s_megatron._ext", sources=[], optional=True)],
     cmdclass={"build_ext": CMakeBuild},
-    package_data={"d3s_megatron": [NOTE]},
+    package_data={"d3s_megatron": [NOTE], "d3s_megatron.report.page": ["*.html", "*.css", "*.js"]},
 )

@@ -50,7 +50,7 @@ class Generating:
     def settings(self) -> dict[str, Any]:
         """What settings.json keeps: everything that makes an answer what it is."""
         return {
-            "model": fingerprint(self.model),
+            "fingerprint": fingerprint(self.model),
             "engine": self.engine,
             "dtype": self.dtype,
             **vars(self.sampling),

@@ -81,8 +81,16 @@ def _cell(one: Estimate | None) -> str:
     return "" if one is None else f"{100 * one.value:.1f} [{100 * one.low:.1f}, {100 * one.high:.1f}]"
 
 
+def screen(evaluations: Sequence[Evaluation]) -> str:
+    """The table for a terminal: the shares, and below them the counts, as all in one row would be too wide."""
+    rows = table(evaluations)
+    first_count = rows[0].index("tokens")
+    counts = [[row[0], *row[first_count:]] for row in rows if row[0] != AVERAGE]
+    return as_text([row[:first_count] for row in rows]) + "\n\n" + as_text(counts)
+
+
 def as_text(rows: Rows) -> str:
-    """Columns under one another, for a terminal."""
+    """Columns under one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -51,6 +51,8 @@ class VllmEngine:
             ) from missing
         self.name, self.max_model_len = f"vllm {__version__}", max_model_len
         self._shape = read_shape(folder)
+        if current_platform.is_cpu():
+            check_head_size(self._shape.head_dim)
         self._names = frozenset(expected_hf_names(self._shape))
         self._ready = False
         self._sleeps = colocated and config.vllm_sleep and current_platform.is_sleep_mode_available()
@@ -166,6 +168,18 @@ class VllmEngine:
         """Frees the engine."""
         self._ready = False
         del self._llm
+
+
+def check_head_size(head_dim: int) -> None:
+    """ValueError where vLLM's attention on CPUs does not know heads of this size; it would only find out in a step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:
+        raise ValueError(
+            f"the model's heads have {head_dim} units; vLLM without a GPU takes {', '.join(map(str, sizes))}: use "
+            "rollout.engine transformers, or another model"
+        )
 
 
 def _rollout(answer, request: Request) -> Rollout:

@@ -50,7 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of data, warm start and training (default 0)")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder for everything written")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="of the rollouts")
+    parser.add_argument("--steps", type=int, help="training steps (default: those of d3s.yaml)")
     args = parser.parse_args()
+    width = ("--hidden-size", "128") if args.engine == "vllm" else ()  # vLLM's CPU attention wants heads of 32 or more
+    steps = ("--train.steps", args.steps) if args.steps else ()
     python, out, start = sys.executable, args.out, time.perf_counter()
     if out.exists():
         shutil.rmtree(out)
@@ -59,6 +63,7 @@ def main() -> None:
     run(
         "supervised warm start",
         *(python, HERE / "warm_start.py", "--data", out / "data", "--out", out / "warm_start", "--seed", args.seed),
+        *width,
     )
     run(
         "D3S",
@@ -66,7 +71,7 @@ def main() -> None:
         *("-m", "d3s_megatron.train", HERE / "d3s.yaml"),
         *("--model.path", out / "warm_start"),
         *("--data.train_path", out / "data" / "train.jsonl", "--data.eval_path", out / "data" / "eval.jsonl"),
-        *("--train.output_dir", out, "--train.seed", args.seed),
+        *("--train.output_dir", out, "--train.seed", args.seed, "--rollout.engine", args.engine, *steps),
     )
     print("\n== the exported model, loaded by plain transformers, greedy")
     with (out / "data" / "eval.jsonl").open() as lines:

@@ -41,13 +41,13 @@ def build_tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=vocab, merges=[], unk_token=END, eos_token=END, pad_token=END)
 
 
-def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 0.3M parameters with tied embeddings and random weights."""
+def build_model(tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int) -> Qwen2ForCausalLM:
+    """A Qwen2 of 0.3M parameters (at 96 hidden units) with tied embeddings and random weights."""
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=96,
+            hidden_size=hidden_size,
             intermediate_size=256,
             num_hidden_layers=3,
             num_attention_heads=4,
@@ -79,12 +79,12 @@ def accuracy(model: Qwen2ForCausalLM, rows: Tensor, num_prompt: int) -> float:
     return answer_log_probs(model, rows, num_prompt).sum(1).exp().mean().item()
 
 
-def warm_start(data: Path, out: Path, seed: int, target: float, steps: int) -> float:
+def warm_start(data: Path, out: Path, seed: int, target: float, steps: int, hidden_size: int = 96) -> float:
     """Trains until the target or the last step, saves the folder, and returns the held-out accuracy reached."""
     transformers.utils.logging.disable_progress_bar()
     config = DataConfig(prompt_template="raw")
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed)
+    model = build_model(tokenizer, seed, hidden_size)
     train, num_prompt = encode(load_problems(data / "train.jsonl", config), tokenizer)
     held_out, _ = encode(load_problems(data / "eval.jsonl", config), tokenizer)
     check = held_out[:CHECK_PROBLEMS]
@@ -120,8 +120,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     parser.add_argument("--target-accuracy", type=float, default=0.30, help="stop here (default 0.30)")
     parser.add_argument("--steps", type=int, default=1000, help="most steps to take (default 1000)")
+    parser.add_argument("--hidden-size", type=int, default=96, help="width over 4 heads (default 96)")
     args = parser.parse_args()
-    reached = warm_start(args.data, args.out, args.seed, args.target_accuracy, args.steps)
+    reached = warm_start(args.data, args.out, args.seed, args.target_accuracy, args.steps, args.hidden_size)
     print(f"held-out accuracy at temperature 1: {reached:.3f}; model folder: {args.out}")
     if reached < 0.8 * args.target_accuracy:
         print(

@@ -74,8 +74,11 @@ class CMakeBuild(build_ext):
         what = "CUDA kernels" if target.exists() else "extension"
         line = f"{what} off: {problem[1]} (full log: {log})"
         print(f"d3s_megatron: {line}", file=sys.stderr)
-        for place in {note, ROOT / "d3s_megatron" / NOTE} if self.inplace or self.editable_mode else {note}:
-            place.write_text(line + "\n")
+        note.write_text(line + "\n")
+        if self.inplace or self.editable_mode:
+            (ROOT / "d3s_megatron" / NOTE).write_text(line + "\n")
+            if not target.exists():  # an earlier build's module must not pass for this one's
+                (ROOT / "d3s_megatron" / target.name).unlink(missing_ok=True)
 
     def cmake(self, work: Path, target: Path, cuda: str, log: Path, cuda_problem: str) -> None:
         import pybind11

@@ -13,14 +13,17 @@ namespace {
 struct Place {
   std::string device;
   int index;
-  uintptr_t stream;
 
   explicit Place(const py::object& tensor, const char* name) {
     device = read_tensor(tensor, name).device;
     if (device.rfind("cuda:", 0) != 0) refuse(name, "on " + device, "this kernel runs on a CUDA device");
     index = std::stoi(device.substr(5));
+  }
+
+  // Asked for last, when all arguments are known to be right.
+  uintptr_t stream() const {
     const py::object current = py::module_::import("torch").attr("cuda").attr("current_stream")(index);
-    stream = py::cast<uintptr_t>(current.attr("cuda_stream"));
+    return py::cast<uintptr_t>(current.attr("cuda_stream"));
   }
 
   Tensor tensor(const py::object& object, const char* name, size_t dims) const {
@@ -91,7 +94,7 @@ void bind_cuda(py::module_& parent) {
     const int64_t rows = x.size(0);
     raise_if(cuda::row_stats(x.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows), rows,
                              rows > 1 ? x.strides[0] : x.size(1), num_valid, static_cast<float>(c),
-                             place.vector<float>(stats, "stats", "float32", 4 * rows), place.index, place.stream),
+                             place.vector<float>(stats, "stats", "float32", 4 * rows), place.index, place.stream()),
              "row_stats");
   });
   m.def("row_backward", [](const py::object& logits, const py::object& out, const py::object& local_targets,
@@ -110,7 +113,7 @@ void bind_cuda(py::module_& parent) {
     raise_if(
         cuda::row_backward(x.data, to.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows),
                            rows, rows > 1 ? x.strides[0] : x.size(1), rows > 1 ? to.strides[0] : to.size(1), x.size(1),
-                           num_valid, static_cast<float>(c), grads, place.index, place.stream),
+                           num_valid, static_cast<float>(c), grads, place.index, place.stream()),
         "row_backward");
   });
   m.def("max_variance", [](const py::object& values, const py::object& tie_key, const py::object& order,
@@ -128,7 +131,7 @@ void bind_cuda(py::module_& parent) {
                                 place.vector<uint8_t>(items, "items", "uint8", 2 * n * ITEM_BYTES, true),
                                 place.vector<double>(sums, "sums", "float64", 4 * (n + segments), true),
                                 place.vector<uint8_t>(mask, "mask", "bool", n),
-                                place.vector<int>(status, "status", "int32", 1), place.index, place.stream),
+                                place.vector<int>(status, "status", "int32", 1), place.index, place.stream()),
              "max_variance");
   });
   m.def("share_histogram", [](const py::object& scores, const py::object& uid, const py::object& position, int level,
@@ -140,14 +143,14 @@ void bind_cuda(py::module_& parent) {
                                    place.vector<int64_t>(uid, "uid", "int64", n),
                                    place.vector<int64_t>(position, "position", "int64", n), n, level, shift, bits,
                                    place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                                   place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream),
+                                   place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()),
              "share_histogram");
   });
   m.def("share_pick", [](int level, int shift, int bits, const py::object& state, const py::object& counts) {
     const Place place(state, "state");
     check_digit(level, shift, bits);
     raise_if(cuda::share_pick(level, shift, bits, place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                              place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream),
+                              place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()),
              "share_pick");
   });
   m.def("share_mask", [](const py::object& scores, const py::object& uid, const py::object& position,
@@ -158,7 +161,7 @@ void bind_cuda(py::module_& parent) {
                               place.vector<int64_t>(uid, "uid", "int64", n),
                               place.vector<int64_t>(position, "position", "int64", n), n,
                               place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                              place.vector<uint8_t>(mask, "mask", "bool", n), place.index, place.stream),
+                              place.vector<uint8_t>(mask, "mask", "bool", n), place.index, place.stream()),
              "share_mask");
   });
 }

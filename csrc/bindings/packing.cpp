@@ -5,6 +5,19 @@
 using namespace d3s;
 
 void bind_packing(py::module_& m) {
+  m.def("first_fit", [](const py::object& lengths, int64_t capacity, const py::object& bin) {
+    const Tensor t = read_tensor(lengths, "lengths");
+    if (t.shape.size() != 1) refuse("lengths", "of shape " + show(t.shape), "pass one dimension");
+    const int64_t n = t.size(0);
+    const int64_t* x = read_vector<int64_t>(lengths, "lengths", "int64", n);
+    int64_t* out = read_vector<int64_t>(bin, "bin", "int64", n);
+    for (int64_t i = 0; i < n; i++)
+      if (x[i] < 0 || x[i] > capacity)
+        refuse("lengths[" + std::to_string(i) + "]", std::to_string(x[i]),
+               "a bin holds 0 to " + std::to_string(capacity));
+    py::gil_scoped_release release;
+    return first_fit(x, n, capacity, out);
+  });
   m.def("balanced_partition", [](const py::object& lengths, int64_t num_parts, bool equal_count,
                                  const py::object& part) {
     const Tensor t = read_tensor(lengths, "lengths");

@@ -12,14 +12,14 @@ namespace {
 
 constexpr int64_t BINS = int64_t{1} << TopShare::FIRST_BITS;
 
-// A fresh mask of 100 MB costs 25,000 page faults in small pages and 50 in large ones. Below 32 MB the C library hands
-// out memory that was in use before and is mapped already: asking there would throw that away.
+// A fresh mask of 100 MB costs 25,000 page faults in small pages and 50 in large ones. The last page may reach past the
+// mask: the advice is a hint that changes no content.
 void ask_for_large_pages(uint8_t* data, int64_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t PAGE = uintptr_t{1} << 21;
   const uintptr_t from = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t to = reinterpret_cast<uintptr_t>(data + size) / PAGE * PAGE;
-  if (from < to && size > (32 << 20))
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(data) + size + PAGE - 1) / PAGE * PAGE;
+  if (from < to && size > (4 << 20))
     madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);  // a hint: failure changes nothing
 #else
   (void)data;
@@ -29,10 +29,10 @@ void ask_for_large_pages(uint8_t* data, int64_t size) {
 
 // Keeps the tensors alive for as long as pointers into them are held.
 struct Selector {
-  py::object scores, uid, position;
+  py::object scores, uid, position, mask;
   int64_t n;
   TopShare top;
-  bool is_split = false;
+  bool is_split = false;  // and not yet written
 
   Selector(py::object scores_, py::object uid_, py::object position_, int64_t n_, int threads)
       : scores(std::move(scores_)),
@@ -76,6 +76,7 @@ void bind_top_share(py::module_& m) {
              if (low < LEAST_KEY || high > LARGEST_KEY || low > high)
                refuse("bracket", "[" + std::to_string(low) + ", " + std::to_string(high) + "]",
                       "pass keys of finite floats");
+             s.mask = mask;
              py::gil_scoped_release release;
              if (kept) ask_for_large_pages(kept, s.n);
              s.top.split(low, high, kept, counts);
@@ -118,11 +119,12 @@ void bind_top_share(py::module_& m) {
              if (!fits)
                refuse("out", "of length " + std::to_string(t.size(0)), "too short for these values and this shift");
            })
-      .def("write", [](Selector& s, int64_t key, int64_t tie_uid, int64_t tie_position, const py::object& mask) {
-        uint8_t* kept = read_vector<uint8_t>(mask, "mask", "bool", s.n);
+      .def("write", [](Selector& s, int64_t key, int64_t tie_uid, int64_t tie_position) {
         s.need_split();
+        if (s.mask.is_none()) throw py::value_error("TopShare: write() needs a split() that was given a mask");
+        s.is_split = false;
         py::gil_scoped_release release;
-        s.top.write(key, tie_uid, tie_position, kept);
+        s.top.write(key, tie_uid, tie_position);
       });
   m.def("key_of", [](float x) { return key_of(x); });
   m.def("score_of", [](uint32_t key) { return score_of(key); });

@@ -12,7 +12,7 @@ bool runs(const Kernels& k) {
   if (&k == &kernels_avx512) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx2") &&
-           __builtin_cpu_supports("fma");
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   }
   if (&k == &kernels_avx2)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

@@ -4,5 +4,6 @@
 #include "kernels.inl"
 
 namespace d3s {
-const Kernels kernels_avx512 = {"avx512", avx512::row_stats_any, avx512::row_backward_any, avx512::split};
+const Kernels kernels_avx512 = {"avx512", avx512::row_stats_any, avx512::row_backward_any, avx512::split,
+                                avx512::expand};
 }  // namespace d3s

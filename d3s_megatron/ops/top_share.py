@@ -20,6 +20,8 @@ DIGIT = 11  # bits a round looks at: a histogram of 2048 int64 is 16 KB to reduc
 SAMPLE_BINS = 1 << DIGIT
 SIGMAS = 4.5  # half a bracket: one search in 100,000 misses it and reads the scores twice
 BRACKET_ABOVE = 1 << 18  # up to here a list of all scores is as cheap as a sample
+LARGE_PAGE = 1 << 21
+LARGE_MASK = 1 << 23  # from here on two more large pages are a small part of it
 LEAST_KEY, LARGEST_KEY = 0x00800000, 0xFF7FFFFF  # keys of -FLT_MAX and FLT_MAX in csrc/include/d3s/top_share.hpp
 
 
@@ -222,7 +224,7 @@ def fast_select(
     The bracket only says what is looked at; a miss costs a second read, never a wrong pick.
     """
     top = ext.TopShare(scores, uid, position, torch.get_num_threads())
-    mask = torch.empty(len(scores), dtype=torch.bool) if want_mask else None
+    mask = _empty_mask(len(scores)) if want_mask else None
     found = torch.zeros(2 + SAMPLE_BINS, dtype=torch.int64)
     here = len(scores)
     size = top.sample(found[2:])
@@ -256,8 +258,17 @@ def fast_select(
             top.look_at_positions(tie_uid)
             tie_position, _, _ = nth_of_all(values, left, num_same, reduce)
     if mask is not None:
-        top.write(key, tie_uid, tie_position, mask)
+        top.write(key, tie_uid, tie_position)
     return ShareCut(ext.score_of(key), tie_uid, tie_position, k, n), mask
+
+
+def _empty_mask(n: int) -> Tensor:
+    """[n] bool; a large one begins and ends with a large page: its edges alone would be hundreds of small ones."""
+    if n < LARGE_MASK:
+        return torch.empty(n, dtype=torch.bool)
+    whole = torch.empty(n + 2 * LARGE_PAGE, dtype=torch.bool)
+    start = -whole.data_ptr() % LARGE_PAGE
+    return whole[start : start + n]
 
 
 def _bracket(top: Any, counts: Tensor, share: float, n: int, spread: int, reduce: Reduce) -> tuple[int, int]:

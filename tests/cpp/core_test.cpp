@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "d3s/max_variance.hpp"
+#include "d3s/packing.hpp"
 #include "d3s/row_stats.hpp"
 #include "d3s/top_share.hpp"
 
@@ -130,7 +131,7 @@ void test_share(int64_t n, double rho, int kind, int threads) {
   top.look_at_positions(tie_uid);
   auto [tie_position, one] = nth(left);
   CHECK(one == 1, "two scores of one place");
-  top.write(~key, tie_uid, tie_position, mask.data());
+  top.write(~key, tie_uid, tie_position);
   std::vector<int64_t> order(n);
   for (int64_t i = 0; i < n; i++) order[i] = i;
   std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
@@ -138,6 +139,27 @@ void test_share(int64_t n, double rho, int kind, int threads) {
   });
   for (int64_t i = 0; i < n; i++)
     CHECK(mask[order[i]] == (i < k), "n=%lld k=%lld rank %lld", (long long)n, (long long)k, (long long)i);
+}
+
+void test_packing(int64_t n, int64_t num_parts) {
+  std::vector<int64_t> lengths(n), bin(n), part(n), sums;
+  for (auto& x : lengths) x = below(21);
+  const int64_t num_bins = first_fit(lengths.data(), n, 20, bin.data());
+  for (int64_t i = 0; i < n; i++) {
+    size_t b = 0;
+    while (b < sums.size() && sums[b] + lengths[i] > 20) b++;
+    if (b == sums.size()) sums.push_back(0);
+    sums[b] += lengths[i];
+    CHECK(bin[i] == static_cast<int64_t>(b), "n=%lld index %lld", (long long)n, (long long)i);
+  }
+  CHECK(num_bins == static_cast<int64_t>(sums.size()), "%lld bins", (long long)num_bins);
+  for (int64_t group : {int64_t{1}, num_parts}) {
+    balanced_partition(lengths.data(), n, num_parts, group, part.data());
+    sums.assign(num_parts, 0);
+    for (int64_t i = 0; i < n; i++) sums.at(part[i]) += lengths[i];
+    if (group == 1) CHECK(*std::max_element(sums.begin(), sums.end()) <= *std::min_element(sums.begin(), sums.end()) + 20,
+                          "n=%lld parts=%lld", (long long)n, (long long)num_parts);
+  }
 }
 
 void test_halves() {
@@ -172,6 +194,8 @@ int main(int argc, char**) {
     test_share(600001, 0.4, 0, 4);
     test_share(600001, 0.3, 2, 4);
   }
+  for (int64_t n : {0, 1, 2, 7, 33, 500})
+    for (int64_t parts : {1, 2, 5, 64}) test_packing(n, parts);
   for (int64_t n : {1, 2, 5, 100, 4095, 4096, 9000})
     for (int64_t m : {int64_t{0}, int64_t{1}, int64_t{2}, n / 3, n / 2, n - 1, n, n + 1})
       for (int kind = 0; kind < 3; kind++) test_variance(n, m, kind);

@@ -13,7 +13,7 @@ INCLUDE = [f"-I{ROOT}/csrc/include", f"-I{KERNELS}"]
 COMMON = ["-std=gnu++17", "-Wno-psabi", "-ffp-contract=off", *INCLUDE]
 X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-FLAGS = {"isa_avx2": AVX2, "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2]}
+FLAGS = {"isa_avx2": AVX2, "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mbmi2", *AVX2]}
 
 
 def build_and_run(folder, flags, *arguments):

@@ -1,4 +1,5 @@
-// Balanced partition by the largest differencing method (Karmarkar and Karp 1982), exactly as ops/packing.py does it.
+// Integer packing, exactly as ops/packing.py does it: first fit (Garey et al. 1972) into bins of a capacity, and balanced
+// partition by the largest differencing method (Karmarkar and Karp 1982).
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,6 +8,26 @@
 #include <vector>
 
 namespace d3s {
+
+// bin[i] = the first bin with room for lengths[i], each in 0 to capacity; returns how many bins were opened.
+inline int64_t first_fit(const int64_t* lengths, int64_t n, int64_t capacity, int64_t* bin) {
+  int64_t size = 1;
+  while (size < n) size *= 2;
+  std::vector<int64_t> room(2 * size, capacity);  // a tree of the largest room below each node; leaf size + b is bin b
+  int64_t num_bins = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t node = 1;
+    while (node < size) node = room[2 * node] >= lengths[i] ? 2 * node : 2 * node + 1;
+    bin[i] = node - size;
+    num_bins = std::max(num_bins, bin[i] + 1);
+    room[node] -= lengths[i];
+    while (node > 1) {
+      node /= 2;
+      room[node] = std::max(room[2 * node], room[2 * node + 1]);
+    }
+  }
+  return num_bins;
+}
 
 // part[i] = which of num_parts lists index i goes to. With group > 1, lists get one index of every `group` in turn, so
 // that their counts stay equal; else group is 1. Sums must stay inside int64: the caller checks.

@@ -3,10 +3,10 @@
 // The caller (d3s_megatron/ops/top_share.py) reduces the small arrays made here over the ranks and says what to look at
 // next; nothing here knows of other ranks. The order of the steps:
 //   sample      histogram of a few scores          -> a bracket [low, high] that holds the border almost surely
-//   split       ONE read of all scores: mask of those above, list of those inside the bracket
+//   split       ONE read of all scores: bits of those above and of those inside the bracket, and a list of the latter
 //   column 0..2 ends and histograms of keys, then of uid, then of position among what is still undecided
-//   write       the undecided scores' mask
-// Where the list overflows (millions of tied zeros) the same histograms are made from the scores themselves.
+//   write       the mask; until then its memory holds the bits, so that no other is touched
+// Where the list overflows (millions of tied zeros), or no mask is made, the scores are read again.
 #pragma once
 #include <algorithm>
 #include <climits>
@@ -87,10 +87,11 @@ class TopShare {
   }
 
   // Sets the bracket of keys [low, high]. out = scores above it, scores in it, 1 where a score is not finite.
-  // mask may be null; else it holds the answer for scores outside the bracket.
+  // mask may be null: then only the border is wanted. Else it belongs to this object until write().
   void split(uint32_t low, uint32_t high, uint8_t* mask, int64_t* out) {
     low_ = low;
     high_ = high;
+    mask_ = mask;
     // Parts end where the mask's large pages do: two threads that meet in a page would both pay for zeroing it.
     const int64_t first =
         std::min(n_, mask ? PART - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mask) % PART) : PART);
@@ -101,13 +102,12 @@ class TopShare {
       part.start = p ? first + (p - 1) * PART : 0;
       part.size = p ? std::min(PART, n_ - part.start) : first;
       const int64_t capacity = (part.size <= (1 << 17) ? part.size : part.size / 16) + SLACK;
-      part.offsets.reset(static_cast<uint32_t*>(std::malloc(capacity * sizeof(uint32_t))));
+      if (mask && part.size < 64) part.few.reset(new uint8_t[BYTES_A_WORD]);
+      part.bits = !mask ? nullptr : part.few ? part.few.get() : mask + part.start;
       part.values.reset(static_cast<float*>(std::malloc(capacity * sizeof(float))));
-      const bool room = part.offsets && part.values;
-      part.counts =
-          kernels().split(x_ + part.start, part.size, score_of(low), score_of(high), mask ? mask + part.start : nullptr,
-                          part.offsets.get(), part.values.get(), room ? capacity : 0);
-      if (!part.counts.complete) part.drop_lists();
+      part.counts = kernels().split(x_ + part.start, part.size, score_of(low), score_of(high), part.bits,
+                                    part.values.get(), part.values ? capacity : 0);
+      if (!part.counts.complete) part.values.reset();
     });
     out[0] = out[1] = out[2] = 0;
     for (const Part& part : parts_) {
@@ -204,30 +204,35 @@ class TopShare {
     return fits;
   }
 
-  // The mask of the scores in the bracket: key above `key`, or equal and (uid, position) up to the tie's.
-  void write(int64_t key, int64_t tie_uid, int64_t tie_position, uint8_t* mask) const {
-    const uint32_t border = static_cast<uint32_t>(key);
-    auto kept = [&](int64_t i, uint32_t k) {
-      if (k != border) return k > border;
+  // The mask: key above `key`, or equal and (uid, position) up to the tie's. Once: the bits are gone then.
+  void write(int64_t key, int64_t tie_uid, int64_t tie_position) const {
+    const float border = score_of(static_cast<uint32_t>(key));
+    auto tie_kept = [&](int64_t i) {
       return tie_uid == INT64_MAX || uid_[i] < tie_uid || (uid_[i] == tie_uid && position_[i] <= tie_position);
     };
-    parallel_for(threads_for_lists(), static_cast<int64_t>(parts_.size()), [&](int64_t p) {
+    parallel_for(n_ < (1 << 18) ? 1 : threads_, static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       const Part& part = parts_[p];
-      if (part.counts.complete) {
-        for (int64_t j = 0; j < part.counts.inside; j++) {
-          const int64_t i = part.start + part.offsets[j];
-          mask[i] = kept(i, key_of(part.values[j]));
-        }
-      } else {
-        for (int64_t i = part.start; i < part.start + part.size; i++) mask[i] = kept(i, key_of(x_[i]));
+      if (!part.values) {
+        for (int64_t i = part.start; i < part.start + part.size; i++)
+          mask_[i] = x_[i] > border || (x_[i] == border && tie_kept(i));
+        return;
       }
+      std::vector<int64_t> tied;
+      const float *first = part.values.get(), *end = first + part.counts.inside;
+      if (tie_uid != INT64_MAX && std::find(first, end, border) != end) {
+        each_inside(part, [&](int64_t i, float x) {
+          if (x == border) tied.push_back(i);
+        });
+      }
+      kernels().expand(part.bits, end, part.size, border, mask_ + part.start);
+      for (int64_t i : tied) mask_[i] = tie_kept(i);
     });
   }
 
  private:
-  static constexpr int64_t PART = int64_t{1}
-                                  << 21;  // scores a task takes: 8 MB of them, 2 MB of mask; offsets fit 32 bits
-  static constexpr int64_t SLACK = 64;    // split() stores whole vectors
+  static constexpr int64_t PART = int64_t{1} << 21;  // scores a task takes: 8 MB of them, 2 MB of mask
+  static constexpr int64_t SLACK = 64;               // split() stores whole vectors
+  static constexpr int64_t BYTES_A_WORD = 16;        // of bits: 64 above and 64 inside
   static constexpr int64_t POOL = int64_t{1} << 14;  // survivors of a part that are worth keeping
 
   struct Free {
@@ -236,13 +241,27 @@ class TopShare {
   struct Part {
     int64_t start = 0, size = 0;
     SplitCounts counts{};
-    std::unique_ptr<uint32_t[], Free> offsets;
-    std::unique_ptr<float[], Free> values;
-    void drop_lists() {
-      offsets.reset();
-      values.reset();
-    }
+    uint8_t* bits = nullptr;                    // as split() makes them: where the mask of these scores will be,
+    std::unique_ptr<uint8_t[]> few;             // or here where that is too short
+    std::unique_ptr<float[], Free> values;      // the scores inside, in order; null where they were too many
   };
+
+  // Calls visit(index, score) for every score of a part that is inside the bracket.
+  template <class Visit>
+  void each_inside(const Part& part, const Visit& visit) const {
+    if (!part.values || !part.bits) {
+      const float low = score_of(low_), high = score_of(high_);
+      for (int64_t i = part.start; i < part.start + part.size; i++)
+        if (x_[i] >= low && x_[i] <= high) visit(i, x_[i]);
+      return;
+    }
+    const float* value = part.values.get();
+    for (int64_t at = 0; at < part.size; at += 64) {
+      uint64_t inside;
+      std::memcpy(&inside, part.bits + at / 64 * BYTES_A_WORD + 8, 8);
+      for (; inside; inside &= inside - 1) visit(part.start + at + __builtin_ctzll(inside), *value++);
+    }
+  }
 
   static int64_t scaled(uint64_t of_2_48, int64_t n) {
     return static_cast<int64_t>(static_cast<unsigned __int128>(of_2_48) * static_cast<uint64_t>(n) >> 48);
@@ -278,22 +297,17 @@ class TopShare {
     // One comparison, rarely true; two would each be a coin toss for the branch predictor.
     const uint64_t first = static_cast<uint64_t>(first_), width = static_cast<uint64_t>(last_) - first;
     auto in_range = [&](int64_t v) { return static_cast<uint64_t>(v) - first <= width; };
-    auto every_score = [&](const auto& visit) {
-      if (part.counts.complete) {
-        for (int64_t j = 0; j < part.counts.inside; j++) visit(part.start + part.offsets[j], part.values[j]);
-      } else {
-        for (int64_t i = part.start; i < part.start + part.size; i++) visit(i, x_[i]);
-      }
+    auto look_at_key = [&](float x) {
+      const int64_t v = ~static_cast<int64_t>(key_of(x));
+      if (in_range(v)) body(v);
     };
     if (level_ == 0) {
-      every_score([&](int64_t, float x) {
-        const int64_t v = ~static_cast<int64_t>(key_of(x));
-        if (in_range(v)) body(v);
-      });
+      if (part.values) std::for_each(part.values.get(), part.values.get() + part.counts.inside, look_at_key);
+      else each_inside(part, [&](int64_t, float x) { look_at_key(x); });
       return;
     }
     const float border = score_of(key_);
-    every_score([&](int64_t i, float x) {
+    each_inside(part, [&](int64_t i, float x) {
       if (x != border) return;
       if (level_ > 1 && uid_[i] != tie_uid_) return;
       const int64_t v = level_ == 1 ? uid_[i] : position_[i];
@@ -307,6 +321,7 @@ class TopShare {
   int threads_;
   std::vector<uint32_t> sample_;
   int64_t weight_ = 0;
+  uint8_t* mask_ = nullptr;
   std::vector<Part> parts_;
   uint32_t low_ = LEAST_KEY, high_ = LARGEST_KEY, key_ = 0;
   int level_ = 0;

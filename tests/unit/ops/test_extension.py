@@ -214,7 +214,13 @@ def ok_arguments():
     x = torch.zeros(8, 3)
     selector = ext.TopShare(f, i, i, 1)
     out3 = torch.zeros(3, dtype=torch.int64)
-    selector.split(ext.key_of(-1.0), ext.key_of(1.0), None, out3)
+    selector.split(ext.key_of(-1.0), ext.key_of(1.0), b, out3)
+
+    def split_and_write(*args):
+        writer = ext.TopShare(f, i, i, 1)
+        writer.split(ext.key_of(-1.0), ext.key_of(1.0), torch.zeros(8, dtype=torch.bool), out3.clone())
+        writer.write(*args)
+
     bins = torch.zeros(4096, dtype=torch.int64)
     return [
         (ext.max_variance_subset, [d, 2, i, None, b]),
@@ -228,7 +234,7 @@ def ok_arguments():
         (selector.count_broken, [out3[:2]]),
         (selector.ends, [out3[:2]]),
         (selector.counts, [-(2**32), 21, bins]),
-        (selector.write, [ext.key_of(0.0), 0, 0, b]),
+        (split_and_write, [ext.key_of(0.0), 0, 0]),
     ]
 
 

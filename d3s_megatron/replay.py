@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +103,7 @@ class Replay:
         row |= selection_metrics(judged, selected, recipe.advantages_of_all(judged))
         row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, loss.kl_beta > 0)
         known = StepRecord((), rollouts, verdicts, judged, selected, batch)
-        return Replayed(row, selected, gather(known, actor, layout, []))
+        return Replayed(row, selected, gather(known, actor, layout, [], updated=row["num_updates"] > 0))
 
 
 def differing(row: Mapping[str, Any], logged: Mapping[str, Any]) -> list[str]:
@@ -247,9 +248,7 @@ def replay(args: argparse.Namespace, changes: Sequence[str]) -> int:
         if wrong:
             say(f"step {between + 1} again: differs from the log in {', '.join(wrong)}")
     if step > first:
-        say(
-            f"steps {first + 1} to {step} again: {step - first - num_wrong} of {step - first} equal the log in all bits"
-        )
+        say(f"taken again before it: {step - first} steps, {step - first - num_wrong} equal the log in all bits")
     result = again.step(step, config)
     wrong = differing(result.row, log[step])
     file = audit_file(run, step)
@@ -290,6 +289,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line; exit code 1 where the replay differs from the original, 2 where it cannot be done."""
     args, changes = make_parser().parse_known_args(argv)
     quiet_libraries()
+    warnings.filterwarnings("ignore", message="Please use DTensor")  # megatron-core's reading of a checkpoint
     return replay(args, changes)
 
 

@@ -72,10 +72,10 @@ def floats_of(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float64)
 
 
-def checksums(actor: MegatronActor) -> tuple[int, int | None]:
+def checksums(actor: MegatronActor, updated: bool) -> tuple[int, int | None]:
     """Sums of this rank's weights and of its gradients as whole numbers: equal bits give equal sums.
 
-    Gradients are those that the last update left behind; None where they were moved away since.
+    Gradients are those that the last update left behind; None where there was none or they were moved away since.
     """
 
     def total(tensors) -> int:
@@ -84,16 +84,17 @@ def checksums(actor: MegatronActor) -> tuple[int, int | None]:
         return int(torch.stack([b.sum(dtype=torch.int64) for b in bits]).sum()) if bits else 0
 
     weights = total(p.data for chunk in actor.chunks for p in chunk.parameters())
-    if actor.host.is_offloaded:
+    if not updated or actor.host.is_offloaded:
         return weights, None
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return weights, total(buffer.grad_data for buffer in buffers)
 
 
-def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequence[int]) -> Gathered:
+def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequence[int], updated: bool) -> Gathered:
     """A collective over all ranks.
 
     Args:
+        updated: the step has updated the weights.
         shown: group ids whose rollouts' tokens are wanted.
     """
     wanted = set(shown)
@@ -107,7 +108,7 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
         if r.request.group_id in wanted
         for number in (r.request.uid, len(r.token_ids), *r.token_ids)
     ]
-    weights, gradients = checksums(actor)
+    weights, gradients = checksums(actor, updated)
     state = torch.tensor([weights, gradients or 0, gradients is None], dtype=torch.int64)
     empty = torch.zeros(0, dtype=torch.int64)
     parts = [torch.tensor(made, dtype=torch.int64).flatten(), torch.tensor(ids, dtype=torch.int64), state]

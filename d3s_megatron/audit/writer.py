@@ -49,7 +49,7 @@ class Audit:
         if not settings.every or step % settings.every and step + 1 < self._config.train.steps:
             return
         shown = shown_groups(record.selected, settings.num_prompts) if self._wants_tokens(step) else []
-        gathered = gather(record, actor, layout, shown)
+        gathered = gather(record, actor, layout, shown, updated=row["num_updates"] > 0)
         if layout.rank == 0:
             why = reasons(self._recipe, record.judged, row["N"])
             table = step_table(record, gathered, why, self._decoder() if shown else None)

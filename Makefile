@@ -35,6 +35,7 @@ test-vllm: $(VLLM_STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*pp' 'csrc/*.cu*' 'csrc/*.inl' 'tests/cpp/*pp')
 
 setup: $(STAMP)
 

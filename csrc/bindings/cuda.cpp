@@ -2,6 +2,7 @@
 #include "../cuda/api.hpp"
 
 #include <cmath>
+#include <tuple>
 
 #include "tensor.hpp"
 
@@ -75,7 +76,11 @@ void check_digit(int level, int shift, int bits) {
     refuse("digit", show({level, shift, bits}), "level 0 to 2, at most 11 bits inside the level's width");
 }
 
-void raise_if(const char* error, const char* op) {
+// Launches with the arguments of a braced tuple: its members are made from left to right, so every tensor is looked at
+// before the device is asked for its stream.
+template <class Kernel, class Arguments>
+void launch(const char* op, Kernel kernel, const Arguments& arguments) {
+  const char* error = std::apply(kernel, arguments);
   if (error) throw std::runtime_error(std::string("CUDA error in ") + op + ": " + error);
 }
 
@@ -92,10 +97,10 @@ void bind_cuda(py::module_& parent) {
     const Tensor x = matrix(place, logits, "logits", dtype);
     check(num_valid, x, c);
     const int64_t rows = x.size(0);
-    raise_if(cuda::row_stats(x.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows), rows,
-                             rows > 1 ? x.strides[0] : x.size(1), num_valid, static_cast<float>(c),
-                             place.vector<float>(stats, "stats", "float32", 4 * rows), place.index, place.stream()),
-             "row_stats");
+    launch("row_stats", cuda::row_stats,
+           std::tuple{x.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows), rows,
+                      rows > 1 ? x.strides[0] : x.size(1), num_valid, static_cast<float>(c),
+                      place.vector<float>(stats, "stats", "float32", 4 * rows), place.index, place.stream()});
   });
   m.def("row_backward", [](const py::object& logits, const py::object& out, const py::object& local_targets,
                            int64_t num_valid, double c, const py::object& m, const py::object& log_z,
@@ -110,11 +115,10 @@ void bind_cuda(py::module_& parent) {
     auto row = [&](const py::object& t, const char* name) { return place.vector<float>(t, name, "float32", rows); };
     const cuda::Grads grads = {row(m, "m"), row(log_z, "log_z"), row(entropy, "entropy"), row(grad_lp, "grad_log_prob"),
                                grad_h.is_none() ? nullptr : row(grad_h, "grad_entropy")};
-    raise_if(
-        cuda::row_backward(x.data, to.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows),
-                           rows, rows > 1 ? x.strides[0] : x.size(1), rows > 1 ? to.strides[0] : to.size(1), x.size(1),
-                           num_valid, static_cast<float>(c), grads, place.index, place.stream()),
-        "row_backward");
+    launch("row_backward", cuda::row_backward,
+           std::tuple{x.data, to.data, dtype, place.vector<int64_t>(local_targets, "local_targets", "int64", rows),
+                      rows, rows > 1 ? x.strides[0] : x.size(1), rows > 1 ? to.strides[0] : to.size(1), x.size(1),
+                      num_valid, static_cast<float>(c), grads, place.index, place.stream()});
   });
   m.def("max_variance", [](const py::object& values, const py::object& tie_key, const py::object& order,
                            const py::object& borders, const py::object& items_at, int64_t m, const py::object& items,
@@ -123,45 +127,45 @@ void bind_cuda(py::module_& parent) {
     const int64_t n = length_of(values, "values"), segments = length_of(borders, "borders") - 1;
     if (m < 0) refuse("m", std::to_string(m), "pass the number of values to keep");
     if (segments < 0) refuse("borders", "empty", "pass segments + 1 borders");
-    raise_if(cuda::max_variance(place.vector<double>(values, "values", "float64", n),
-                                place.vector<int64_t>(tie_key, "tie_key", "int64", n),
-                                place.vector<int64_t>(order, "order", "int64", n),
-                                place.vector<int64_t>(borders, "borders", "int64", segments + 1),
-                                place.vector<int64_t>(items_at, "items_at", "int64", segments + 1), segments, m,
-                                place.vector<uint8_t>(items, "items", "uint8", 2 * n * ITEM_BYTES, true),
-                                place.vector<double>(sums, "sums", "float64", 4 * (n + segments), true),
-                                place.vector<uint8_t>(mask, "mask", "bool", n),
-                                place.vector<int>(status, "status", "int32", 1), place.index, place.stream()),
-             "max_variance");
+    launch("max_variance", cuda::max_variance,
+           std::tuple{place.vector<double>(values, "values", "float64", n),
+                      place.vector<int64_t>(tie_key, "tie_key", "int64", n),
+                      place.vector<int64_t>(order, "order", "int64", n),
+                      place.vector<int64_t>(borders, "borders", "int64", segments + 1),
+                      place.vector<int64_t>(items_at, "items_at", "int64", segments + 1), segments, m,
+                      place.vector<uint8_t>(items, "items", "uint8", 2 * n * ITEM_BYTES, true),
+                      place.vector<double>(sums, "sums", "float64", 4 * (n + segments), true),
+                      place.vector<uint8_t>(mask, "mask", "bool", n), place.vector<int>(status, "status", "int32", 1),
+                      place.index, place.stream()});
   });
   m.def("share_histogram", [](const py::object& scores, const py::object& uid, const py::object& position, int level,
                               int shift, int bits, const py::object& state, const py::object& counts) {
     const Place place(scores, "scores");
     const int64_t n = length_of(scores, "scores");
     check_digit(level, shift, bits);
-    raise_if(cuda::share_histogram(place.vector<float>(scores, "scores", "float32", n),
-                                   place.vector<int64_t>(uid, "uid", "int64", n),
-                                   place.vector<int64_t>(position, "position", "int64", n), n, level, shift, bits,
-                                   place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                                   place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()),
-             "share_histogram");
+    launch(
+        "share_histogram", cuda::share_histogram,
+        std::tuple{place.vector<float>(scores, "scores", "float32", n), place.vector<int64_t>(uid, "uid", "int64", n),
+                   place.vector<int64_t>(position, "position", "int64", n), n, level, shift, bits,
+                   place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
+                   place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()});
   });
   m.def("share_pick", [](int level, int shift, int bits, const py::object& state, const py::object& counts) {
     const Place place(state, "state");
     check_digit(level, shift, bits);
-    raise_if(cuda::share_pick(level, shift, bits, place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                              place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()),
-             "share_pick");
+    launch("share_pick", cuda::share_pick,
+           std::tuple{level, shift, bits, place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
+                      place.vector<int64_t>(counts, "counts", "int64", COUNTS), place.index, place.stream()});
   });
   m.def("share_mask", [](const py::object& scores, const py::object& uid, const py::object& position,
                          const py::object& state, const py::object& mask) {
     const Place place(scores, "scores");
     const int64_t n = length_of(scores, "scores");
-    raise_if(cuda::share_mask(place.vector<float>(scores, "scores", "float32", n),
-                              place.vector<int64_t>(uid, "uid", "int64", n),
-                              place.vector<int64_t>(position, "position", "int64", n), n,
-                              place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
-                              place.vector<uint8_t>(mask, "mask", "bool", n), place.index, place.stream()),
-             "share_mask");
+    launch(
+        "share_mask", cuda::share_mask,
+        std::tuple{place.vector<float>(scores, "scores", "float32", n), place.vector<int64_t>(uid, "uid", "int64", n),
+                   place.vector<int64_t>(position, "position", "int64", n), n,
+                   place.vector<int64_t>(state, "state", "int64", STATE_WORDS),
+                   place.vector<uint8_t>(mask, "mask", "bool", n), place.index, place.stream()});
   });
 }

@@ -7,6 +7,5 @@
 #include "kernels.inl"
 
 namespace d3s {
-const Kernels kernels_base = {"base", base::row_stats_any, base::row_backward_any, base::split,
-                              base::expand};
+const Kernels kernels_base = {"base", base::row_stats_any, base::row_backward_any, base::split, base::expand};
 }  // namespace d3s

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,9 +15,24 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def is_real(x: Any) -> bool:
+    """Whether x is a number, NaN and infinity among them."""
+    return isinstance(x, Real)
+
+
+def is_whole(x: Any) -> bool:
+    """Whether x is an integer of any kind: Python's, numpy's, or a float such as 3.0."""
+    return isinstance(x, Integral) or (isinstance(x, Real) and float(x).is_integer())
+
+
+def require_tensor(name: str, x: Any) -> None:
+    """Raise ValueError unless x is a tensor."""
+    require(isinstance(x, Tensor), f"{name} is a {type(x).__name__}; pass a torch tensor")
+
+
 def require_vector(name: str, x: Tensor, dtype: torch.dtype, like: Tensor | None = None) -> None:
     """Raise ValueError unless x is a 1-D tensor of the dtype, as long as `like` and on its device."""
-    require(isinstance(x, Tensor), f"{name} is a {type(x).__name__}; pass a torch tensor")
+    require_tensor(name, x)
     require(x.dim() == 1, f"{name} has shape {tuple(x.shape)}; pass one dimension")
     require(x.dtype == dtype, f"{name} has dtype {x.dtype}; pass {dtype}")
     if like is not None:

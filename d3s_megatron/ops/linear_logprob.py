@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron.ops import row_stats
-from d3s_megatron.ops.checks import require
+from d3s_megatron.ops.checks import is_whole, require, require_tensor
 from d3s_megatron.ops.logprob_entropy import LOGIT_DTYPES, locate
 
 TILE = 1024  # vocabulary columns a tile has: the scratch is T * TILE, and the product keeps a large M
@@ -40,6 +40,8 @@ def linear_logprob(
     copy-to or gather-from region does it in its backward).
     Logits of a tile are rounded to the inputs' dtype, as an output layer's are; all else is float32.
     """
+    require_tensor("hidden", hidden)
+    require_tensor("weight", weight)
     require(
         hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1],
         f"hidden is {tuple(hidden.shape)}, weight {tuple(weight.shape)}; pass [T, H] and [V_tp, H]",
@@ -49,8 +51,9 @@ def linear_logprob(
         f"hidden is {hidden.dtype}, weight {weight.dtype}; pass one floating dtype",
     )
     require(hidden.device == weight.device, f"hidden is on {hidden.device}, weight on {weight.device}; move one")
-    require(tile > 0, f"tile={tile}; pass a positive number of columns")
+    require(is_whole(tile) and tile > 0, f"tile={tile}; pass a positive number of columns")
     if weight_grad is not None:
+        require_tensor("weight_grad", weight_grad)
         require(
             weight_grad.shape == weight.shape and weight_grad.dtype == torch.float32,
             f"weight_grad is {weight_grad.dtype} {tuple(weight_grad.shape)}; pass float32 {tuple(weight.shape)}",
@@ -120,10 +123,7 @@ class _LinearLogprob(torch.autograd.Function):
             on_tile = _on_tile(local, first, last)
             row_stats.backward(logits, logits, on_tile, last - first, c, saved, grad_log_prob, grad_entropy)
             if d_hidden is not None:
-                if hidden.dtype == wide:
-                    torch.addmm(d_hidden, logits, part, out=d_hidden)
-                else:
-                    d_hidden += logits @ part
+                _add_product(d_hidden, logits, part)
             if d_weight is not None:
                 torch.mm(logits.t(), hidden, out=d_weight[first:last])
             elif want_weight:
@@ -132,8 +132,10 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b with a float32 total."""
+    """total += a @ b with a wide total: the product is not rounded to the dtype of its factors."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
     else:
-        total += a @ b
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)

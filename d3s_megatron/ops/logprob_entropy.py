@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from d3s_megatron.ops import row_stats
-from d3s_megatron.ops.checks import require
+from d3s_megatron.ops.checks import is_real, is_whole, require, require_tensor
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,6 +49,7 @@ def check(
     logits: Tensor, targets: Tensor, temperature: float, vocab_size: int | None, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, int]:
     """Check the arguments; the target's column on this shard or -1 [T], the shard that has it [T], valid columns."""
+    require_tensor("logits", logits)
     require(logits.dim() == 2, f"logits have shape {tuple(logits.shape)}; pass [tokens, vocabulary columns]")
     require(logits.dtype in LOGIT_DTYPES, f"logits have dtype {logits.dtype}; pass float32, bfloat16 or float16")
     require(logits.shape[1] > 0, f"logits have shape {tuple(logits.shape)}; a shard needs at least one column")
@@ -65,16 +66,19 @@ def locate(
     tp_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, int]:
     """Where the targets lie among equal contiguous shards; see `check`."""
+    require_tensor("targets", targets)
     require(
         targets.shape == (num_tokens,) and targets.dtype == torch.int64,
         f"targets are {targets.dtype} {tuple(targets.shape)}; pass int64 ids of shape ({num_tokens},)",
     )
     require(targets.device == device, f"targets are on {targets.device}, the logits on {device}; move them")
-    require(0.0 < temperature < float("inf"), f"temperature={temperature}; pass a positive number (1.0: as sampled)")
+    ok = is_real(temperature) and 0.0 < temperature < float("inf")
+    require(ok, f"temperature={temperature}; pass a positive number (1.0: as sampled)")
     rank, size = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     total = size * num_columns
     vocab = total if vocab_size is None else vocab_size
-    require(0 < vocab <= total, f"vocab_size={vocab}; {size} shards of {num_columns} columns hold 1 to {total}")
+    ok = is_whole(vocab) and 0 < vocab <= total
+    require(ok, f"vocab_size={vocab}; {size} shards of {num_columns} columns hold 1 to {total}")
     inside = (targets >= 0) & (targets < vocab)
     if device.type == "cpu":
         if not bool(inside.all()):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from d3s_megatron.ops import extension
-from d3s_megatron.ops.checks import require, require_vector
+from d3s_megatron.ops.checks import is_whole, require, require_vector
 from d3s_megatron.ops.cuda import cuda_kernels, select_variance
 
 TIE_TOLERANCE = 1e-12  # splits whose variances are this close, relatively, are one: float64 noise must not choose
@@ -24,24 +24,25 @@ def max_variance_subset(values: Tensor, m: int, tie_key: Tensor, segments: Tenso
     require_vector("tie_key", tie_key, torch.int64, values)
     if segments is not None:
         require_vector("segments", segments, torch.int64, values)
-    require(int(m) == m and m >= 0, f"m={m}; pass the number of values to keep, 0 or more")
+    require(is_whole(m) and m >= 0, f"m={m}; pass the number of values to keep, 0 or more")
+    m = min(int(m), len(values))
     ext = extension.module()
     if ext is not None and values.device.type == "cpu":
         mask = torch.empty(len(values), dtype=torch.bool)
         segments = None if segments is None else segments.contiguous()
-        ext.max_variance_subset(values.contiguous(), int(m), tie_key.contiguous(), segments, mask)
+        ext.max_variance_subset(values.contiguous(), m, tie_key.contiguous(), segments, mask)
         return mask
     kernels = cuda_kernels(ext, values)
     if kernels is not None:
         segments = None if segments is None else segments.contiguous()
-        chosen = select_variance(kernels, values.contiguous(), int(m), tie_key.contiguous(), segments)
+        chosen = select_variance(kernels, values.contiguous(), m, tie_key.contiguous(), segments)
         if chosen is not None:
             return chosen
     finite = values.isfinite()
     if not bool(finite.all()):
         at = int((~finite).nonzero()[0])
         raise ValueError(f"values[{at}]={values[at].item()}; take rows that are not finite out before selection")
-    return reference(values, int(m), tie_key, segments)
+    return reference(values, m, tie_key, segments)
 
 
 def reference(values: Tensor, m: int, tie_key: Tensor, segments: Tensor | None = None) -> Tensor:

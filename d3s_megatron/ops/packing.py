@@ -6,9 +6,12 @@ import heapq
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from d3s_megatron.ops import extension
-from d3s_megatron.ops.checks import require
+from d3s_megatron.ops.checks import is_whole, require
+
+MOST_PARTS = 1 << 20
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -16,8 +19,33 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     Raises ValueError for a length that no bin can hold. At most 1.7 times the fewest bins (Garey et al. 1972).
     """
+    require(is_whole(capacity), f"capacity={capacity}; pass what a bin holds, an integer")
     for at, length in enumerate(lengths):
-        require(0 <= length <= capacity, f"lengths[{at}]={length}; a bin holds 0 to {capacity}")
+        require(is_whole(length) and 0 <= length <= capacity, f"lengths[{at}]={length}; a bin holds 0 to {capacity}")
+    _require_int64(lengths)
+    ext = extension.module()
+    if ext is None:
+        return reference_first_fit(lengths, capacity)
+    capacity = min(int(capacity), sum(lengths))  # no bin holds more
+    bin_of = torch.zeros(len(lengths), dtype=torch.int64)
+    num_bins = ext.first_fit(torch.tensor(lengths, dtype=torch.int64), capacity, bin_of)
+    return _lists(bin_of, num_bins)
+
+
+def _require_int64(lengths: Sequence[int]) -> None:
+    total = sum(lengths)
+    require(total < 1 << 63, f"lengths add up to {total}; the sum must stay below 2^63")
+
+
+def _lists(part: Tensor, num: int) -> list[list[int]]:
+    lists: list[list[int]] = [[] for _ in range(num)]
+    for i, p in enumerate(part.tolist()):
+        lists[p].append(i)
+    return lists
+
+
+def reference_first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """The bins of `first_fit`, for lengths that were checked."""
     bins: list[list[int]] = []
     # A tree of the largest room below each node finds the first bin in log time; leaf b is bin b.
     size = 1
@@ -45,10 +73,11 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: b
     smallest index, empty ones last. Karmarkar and Karp (1982); ties fall by index, so every rank gets the same lists.
     Raises ValueError where num_parts < 1, a length is negative, or equal counts are asked for and cannot be.
     """
-    require(num_parts >= 1, f"num_parts={num_parts}; pass 1 or more")
+    require(is_whole(num_parts) and 1 <= num_parts <= MOST_PARTS, f"num_parts={num_parts}; pass 1 to {MOST_PARTS}")
     num = len(lengths)
     for at, length in enumerate(lengths):
-        require(length >= 0, f"lengths[{at}]={length}; lengths are 0 or more")
+        require(is_whole(length) and length >= 0, f"lengths[{at}]={length}; lengths are 0 or more")
+    _require_int64(lengths)
     require(
         not equal_count or num % num_parts == 0,
         f"{num} lengths cannot be split into {num_parts} lists of equal count; pad them or drop equal_count",
@@ -57,9 +86,7 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: b
     if ext is not None:
         part = torch.zeros(num, dtype=torch.int64)
         ext.balanced_partition(torch.tensor(lengths, dtype=torch.int64), num_parts, equal_count, part)
-        lists: list[list[int]] = [[] for _ in range(num_parts)]
-        for i, p in enumerate(part.tolist()):
-            lists[p].append(i)
+        lists = _lists(part, num_parts)
     else:
         lists = reference_partition(lengths, num_parts, num_parts if equal_count else 1)
     return sorted(lists, key=lambda members: (not members, members[:1]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d3s_megatron.ops import extension
-from d3s_megatron.ops.checks import require, require_vector
+from d3s_megatron.ops.checks import is_real, require, require_vector
 from d3s_megatron.ops.cuda import cuda_kernels, select_share
 from d3s_megatron.types import Reduce
 
@@ -77,7 +77,7 @@ def _select(
     require_vector("scores", scores, torch.float32)
     require_vector("uid", uid, torch.int64, scores)
     require_vector("position", position, torch.int64, scores)
-    require(0.0 <= rho <= 1.0, f"rho={rho}; pass a share from 0 to 1")
+    require(is_real(rho) and 0.0 <= rho <= 1.0, f"rho={rho}; pass a share from 0 to 1")
     reduce = reduce or _alone
     ext = extension.module()
     if ext is not None and scores.device.type == "cpu":

@@ -157,8 +157,9 @@ void test_packing(int64_t n, int64_t num_parts) {
     balanced_partition(lengths.data(), n, num_parts, group, part.data());
     sums.assign(num_parts, 0);
     for (int64_t i = 0; i < n; i++) sums.at(part[i]) += lengths[i];
-    if (group == 1) CHECK(*std::max_element(sums.begin(), sums.end()) <= *std::min_element(sums.begin(), sums.end()) + 20,
-                          "n=%lld parts=%lld", (long long)n, (long long)num_parts);
+    if (group == 1)
+      CHECK(*std::max_element(sums.begin(), sums.end()) <= *std::min_element(sums.begin(), sums.end()) + 20,
+            "n=%lld parts=%lld", (long long)n, (long long)num_parts);
   }
 }
 

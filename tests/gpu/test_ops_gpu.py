@@ -12,6 +12,7 @@ from d3s_megatron.ops import (
     top_share,
     top_share_cut,
 )
+from d3s_megatron.ops.cuda import select_share, select_variance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BACKENDS = ["reference"]
@@ -89,3 +90,30 @@ def test_top_share(n, zeros):
     on_gpu = (scores.cuda(), 0.2, uid.cuda(), position.cuda())
     assert torch.equal(top_share(*on_gpu).cpu(), top_share(scores, 0.2, uid, position))
     assert top_share_cut(*on_gpu) == top_share_cut(scores, 0.2, uid, position)
+
+
+def test_selections_are_captured_in_cuda_graphs():
+    """Nothing is read back on the way: a graph of the whole selection, replayed on other values, picks theirs."""
+    if extension.why_missing() is not None or not hasattr(extension.module(), "cuda"):
+        pytest.skip("the kernels were not built")
+    n, k, kernels = 100_000, 20_000, extension.module().cuda
+    scores, values = torch.rand(n, device="cuda"), torch.randn(4096, device="cuda", dtype=torch.float64)
+    uid, position, key = torch.zeros(n, device="cuda").long(), torch.arange(n, device="cuda"), torch.arange(4096).cuda()
+    mask = torch.zeros(n, dtype=torch.bool, device="cuda")
+
+    def both():
+        select_share(kernels, scores, uid, position, k, n, lambda counts, how: counts, mask)
+        return select_variance(kernels, values, 1000, key, None)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        both()  # allocations and library set-up happen before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = both()
+    scores.copy_(torch.rand(n)), values.copy_(torch.randn(4096, dtype=torch.float64))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(mask.cpu(), top_share(scores.cpu(), k / n, uid.cpu(), position.cpu()))
+    assert torch.equal(chosen.cpu(), max_variance_subset(values.cpu(), 1000, key.cpu()))

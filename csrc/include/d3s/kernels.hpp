@@ -26,14 +26,14 @@ struct Kernels {
   void (*row_backward)(const void* x, void* out, Dtype dtype, int64_t n, float c, float m, float log_z, float entropy,
                        float grad_lp, float grad_h);
 
-  // bits holds 16 bytes for every 64 scores, or is null: a bit a score for x[i] > high, then one for low <= x[i] <= high.
-  // values lists those inside, in order; `capacity` of them may be written, and the list holds at most capacity - 64:
-  // stores are whole vectors.
+  // bits holds 16 bytes for every 64 scores, or is null: a bit a score for x[i] > high, then one for low <= x[i] <=
+  // high. values lists those inside, in order; `capacity` of them may be written, and the list holds at most capacity -
+  // 64: stores are whole vectors.
   SplitCounts (*split)(const float* x, int64_t n, float low, float high, uint8_t* bits, float* values,
                        int64_t capacity);
 
-  // mask[i] = above, or inside with a value from `least` on. Goes from the last score to the first, so that the mask may
-  // begin where the bits do; values_end is the end of split's list, which may be read to 64 beyond it.
+  // mask[i] = above, or inside with a value from `least` on. Goes from the last score to the first, so that the mask
+  // may begin where the bits do; values_end is the end of split's list, which may be read to 64 beyond it.
   void (*expand)(const uint8_t* bits, const float* values_end, int64_t n, float least, uint8_t* mask);
 };
 

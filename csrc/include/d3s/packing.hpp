@@ -1,5 +1,5 @@
-// Integer packing, exactly as ops/packing.py does it: first fit (Garey et al. 1972) into bins of a capacity, and balanced
-// partition by the largest differencing method (Karmarkar and Karp 1982).
+// Integer packing, exactly as ops/packing.py does it: first fit (Garey et al. 1972) into bins of a capacity, and
+// balanced partition by the largest differencing method (Karmarkar and Karp 1982).
 #pragma once
 #include <algorithm>
 #include <cstdint>

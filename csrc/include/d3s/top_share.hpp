@@ -241,9 +241,9 @@ class TopShare {
   struct Part {
     int64_t start = 0, size = 0;
     SplitCounts counts{};
-    uint8_t* bits = nullptr;                    // as split() makes them: where the mask of these scores will be,
-    std::unique_ptr<uint8_t[]> few;             // or here where that is too short
-    std::unique_ptr<float[], Free> values;      // the scores inside, in order; null where they were too many
+    uint8_t* bits = nullptr;                // as split() makes them: where the mask of these scores will be,
+    std::unique_ptr<uint8_t[]> few;         // or here where that is too short
+    std::unique_ptr<float[], Free> values;  // the scores inside, in order; null where they were too many
   };
 
   // Calls visit(index, score) for every score of a part that is inside the bracket.

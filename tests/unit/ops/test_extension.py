@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d3s_megatron.ops import backend, extension, logprob_entropy, max_variance_subset, top_share
+from d3s_megatron.ops import (
+    backend,
+    balanced_partition,
+    extension,
+    first_fit,
+    linear_logprob,
+    logprob_entropy,
+    max_variance_subset,
+    top_share,
+)
 
 pytestmark = pytest.mark.skipif(extension.why_missing() is not None, reason=f"no extension: {extension.why_missing()}")
 ext = extension.module()
@@ -225,6 +234,7 @@ def ok_arguments():
     return [
         (ext.max_variance_subset, [d, 2, i, None, b]),
         (ext.balanced_partition, [i, 3, False, i.clone()]),
+        (ext.first_fit, [i, 9, i.clone()]),
         (ext.TopShare, [f, i, i, 1]),
         (ext.row_stats, [x, i - 9, 3, 1.0, torch.zeros(24, dtype=torch.float64), d, 1]),
         (ext.row_backward, [x, x.clone(), i - 9, 3, 1.0, f, f, f, f, None, 1]),
@@ -252,6 +262,75 @@ def test_bindings_refuse_and_never_crash(seed):
                 function(*args)
             except (ValueError, TypeError) as error:  # TypeError: a number that is none, refused by pybind11
                 assert str(error)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ops_refuse_with_a_value_error(seed):
+    """What users call: a number that is none, a tensor of another kind, always ValueError with the value."""
+    f, d, i, x = torch.zeros(8), torch.zeros(8, dtype=torch.float64), torch.arange(8), torch.zeros(8, 9)
+    calls = [
+        (max_variance_subset, [d, 2, i]),
+        (top_share, [f, 0.5, i, i]),
+        (lambda x, y, t, v: logprob_entropy(x, y, temperature=t, vocab_size=v), [x, i, 1.0, 9]),
+        (lambda h, w, y, t, n: linear_logprob(h, w, y, temperature=t, tile=n), [x, x, i, 1.0, 4]),
+        (first_fit, [[1, 2], 5]),
+        (balanced_partition, [[1, 2], 5]),
+    ]
+    pool, rng = list(odd_tensors()), random.Random(seed)
+    for function, good in calls:
+        function(*good)
+        for _ in range(100):
+            args, at = list(good), rng.randrange(len(good))
+            args[at] = rng.choice([-1, 1 << 70, float("nan"), -2.5, "3", None] if at != 0 else pool)
+            if isinstance(args[at], list) or (function in (first_fit, balanced_partition) and at == 0):
+                args[at] = [1, rng.choice([-1, 2.5, "x", None])]
+            try:
+                function(*args)
+            except ValueError as error:
+                assert str(error)
+
+
+class OnGpu:
+    """What a binding reads of a tensor on a GPU, without one: a right call gets as far as asking for the stream."""
+
+    layout, device = "torch.strided", "cuda:0"
+
+    def __init__(self, like):
+        self.dtype, self.shape, self.stride, self.is_neg, self.data_ptr = (
+            like.dtype, like.shape, like.stride, like.is_neg, like.data_ptr,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(ext, "cuda"), reason="built without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: its kernels would run on made-up pointers")
+@pytest.mark.parametrize("seed", range(3))
+def test_cuda_bindings_refuse_and_never_crash(seed):
+    f, d, i, b = torch.zeros(8), torch.zeros(8, dtype=torch.float64), torch.arange(8), torch.zeros(8, dtype=torch.bool)
+    x, state, counts = torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64), torch.zeros(2050, dtype=torch.int64)
+    items, sums = torch.zeros(2 * 8 * 24, dtype=torch.uint8), torch.zeros(36, dtype=torch.float64)
+    one, borders = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 8])
+    calls = [
+        (ext.cuda.row_stats, [x, i, 3, 1.0, torch.zeros(32)]),
+        (ext.cuda.row_backward, [x, x, i, 3, 1.0, f, f, f, f, None]),
+        (ext.cuda.max_variance, [d, i, i, borders, borders, 2, items, sums, b, one]),
+        (ext.cuda.share_histogram, [f, i, i, 0, 21, 11, state, counts]),
+        (ext.cuda.share_pick, [0, 21, 11, state, counts]),
+        (ext.cuda.share_mask, [f, i, i, state, b]),
+    ]
+    tensors, rng = list(odd_tensors()), random.Random(seed)
+    pool = [OnGpu(t) if isinstance(t, torch.Tensor) and t.layout == torch.strided else t for t in tensors] + tensors
+    numbers = [-1, 0, 5, 1 << 40, float("nan"), -2.0]
+    for function, good in calls:
+        good = [OnGpu(a) if isinstance(a, torch.Tensor) else a for a in good]
+        with pytest.raises((AssertionError, RuntimeError)):  # torch has no CUDA device: the arguments were right
+            function(*good)
+        for _ in range(100):
+            args = list(good)
+            for at in rng.sample(range(len(args)), rng.choice([1, 1, 2])):
+                args[at] = rng.choice(numbers if isinstance(args[at], int | float) else pool)
+            with pytest.raises((ValueError, TypeError, AssertionError, RuntimeError)) as error:
+                function(*args)
+            assert str(error.value)
 
 
 @given(st.integers(0, 40), st.integers(1, 70), st.integers(0, 70), st.integers(1, 5))

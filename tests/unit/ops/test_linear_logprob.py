@@ -57,3 +57,16 @@ def test_refusals():
         linear_logprob(h, w.bfloat16(), y)
     with pytest.raises(ValueError, match="weight_grad"):
         linear_logprob(h, w, y, weight_grad=torch.zeros(3))
+
+
+def test_weight_grad_of_bf16_is_not_rounded():
+    """A product in bfloat16 before the sum would leave only values that bfloat16 has."""
+    h, w, y = inputs(torch.bfloat16, 40, 16, 64)
+    total = torch.zeros(w.shape)
+    lp, _ = linear_logprob(h, w, y, weight_grad=total)
+    lp.sum().backward()
+    assert (total.bfloat16().float() != total).float().mean() > 0.9
+    exact_h, exact_w = h.detach().double(), w.detach().double().requires_grad_()
+    exact, _ = linear_logprob(exact_h, exact_w, y)
+    exact.sum().backward()
+    torch.testing.assert_close(total.double(), exact_w.grad, rtol=0.02, atol=0.02)

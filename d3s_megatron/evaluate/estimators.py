@@ -20,7 +20,7 @@ from d3s_megatron.ops import mix64
 
 NUM_BOOTSTRAP = 2000
 CONFIDENCE = 0.95
-_ELEMENTS_AT_ONCE = 1 << 22  # of drawn problem numbers; bounds the memory of a bootstrap over a large set
+_ELEMENTS_AT_ONCE = 1 << 22  # of drawn values; bounds the memory of a bootstrap over a large set
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,19 @@ def _binomials(num: int, most: int, bits: int) -> int:
 
 
 def resampled_means(values: Tensor, seed: int, name: str, num: int = NUM_BOOTSTRAP) -> Tensor:
-    """Means [num] float64 of bootstrap draws of the problems' values [P]; the same for a (seed, name) everywhere."""
-    num_problems = len(values)
+    """Means [..., num] float64 of bootstrap draws of the problems' values [..., P].
+
+    The draws are a function of (seed, name, P), so that columns of one set are resampled together.
+    """
+    num_problems = values.shape[-1]
     salt = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    rows = max(1, _ELEMENTS_AT_ONCE // num_problems)
+    rows = max(1, _ELEMENTS_AT_ONCE // values.numel())
     means = []
     for part in torch.arange(num).split(rows):
         keys = mix64(seed, salt, part[:, None], torch.arange(num_problems)[None])
         uniforms = (keys >> 11 & ((1 << 53) - 1)).double() * 2.0**-53
-        means.append(values.double()[(uniforms * num_problems).long()].mean(1))
-    return torch.cat(means)
+        means.append(values.double()[..., (uniforms * num_problems).long()].mean(-1))
+    return torch.cat(means, -1)
 
 
 def estimate(value: float, means: Tensor, confidence: float = CONFIDENCE) -> Estimate:

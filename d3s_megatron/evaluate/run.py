@@ -21,6 +21,7 @@ from d3s_megatron.rewards import check_golds, make_reward
 from d3s_megatron.types import Prompt
 
 Say = Callable[[str], None]
+SHOWN = 80  # characters of a prompt template on the screen
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,13 @@ def describe(job: Job, prompts: Mapping[str, Sequence[Prompt]]) -> str:
     return (
         f"{model_name(how.model)}: {sets}, {job.num_samples} answers a problem\n"
         f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, top-k {sampling.top_k}, at most "
-        f"{sampling.max_new_tokens} tokens, prompt template {how.prompt_template!r}, system prompt "
-        f"{how.system_prompt!r}, {how.engine} in {how.dtype}"
+        f"{sampling.max_new_tokens} tokens, prompt template {_short(how.prompt_template)}, system prompt "
+        f"{_short(how.system_prompt)}, {how.engine} in {how.dtype}"
     )
+
+
+def _short(text: str | None) -> str:
+    return repr(text) if text is None or len(text) <= SHOWN else f"{text[:SHOWN]!r}..."
 
 
 def longest_prompt(prompts: Mapping[str, Sequence[Prompt]]) -> int:

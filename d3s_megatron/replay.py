@@ -54,6 +54,12 @@ NUMBERS = (
     ("advantage_variance_kept", "variance of kept"),
 )
 
+# What decides N and rho; where they are as they were, the log says what the step took, whatever triggered it.
+AMOUNT_SETTINGS = (
+    *("name", "schedule", "samples_per_prompt", "kept_per_prompt_init", "kept_per_prompt_final"),
+    *("token_share_init", "token_share_final"),
+)
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -85,7 +91,7 @@ class Replay:
         settings, layout, actor = config or self.config, self.layout, self.actor
         algorithm, seed = settings.algorithm, settings.train.seed
         recipe, loss = recipes.make_recipe(algorithm), recipes.make_loss(algorithm)
-        if algorithm == self.config.algorithm:
+        if all(getattr(algorithm, name) == getattr(self.config.algorithm, name) for name in AMOUNT_SETTINGS):
             row = self.log[step]
             amounts = Amounts(row["progress"], row["N"], row["rho"])
         else:

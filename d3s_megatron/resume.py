@@ -24,7 +24,7 @@ from d3s_megatron.types import Prompt
 SUMMARY_FILE = "summary.json"  # written last, so it says that the run is complete
 
 # What may differ without a word, and what decides which prompts come when.
-SILENT = ("train.output_dir", "train.overwrite", "checkpoint.", "audit.", "probe.", "watch.", "launch.")
+SILENT = ("train.output_dir", "train.overwrite", "checkpoint.", "audit.", "report.", "probe.", "watch.", "launch.")
 ORDER = ("train.seed", "train.prompts_per_step")
 
 

@@ -18,6 +18,7 @@ from d3s_megatron.data.sets import NUM_PROBLEMS
 from d3s_megatron.evaluate import paper
 from d3s_megatron.report.run_log import LOG_FILE
 from d3s_megatron.report.thin import MOST_POINTS, spread, thin
+from d3s_megatron.report.trackers import flat
 
 DIGITS = 6  # significant, of every number in the page
 MOST_SELECTIONS = 200  # audits that the pictures of the selection are made of
@@ -181,14 +182,6 @@ def _token_step(audit: AuditFile) -> dict[str, Any]:
 
 def _short(value: float | None) -> float | None:
     return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def collect_run(folder: Path, name: str, most_tokens: int, skipped: Skipped) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from d3s_megatron.report.trackers import Trackers
+
 # (heading, width, format of a row of the log)
 COLUMNS = (
     ("step", 5, lambda r: f"{r['step'] + 1}"),
@@ -76,12 +78,19 @@ class RunLog:
     A number that is not finite becomes null in the JSON lines, so that every line is valid JSON.
     """
 
-    def __init__(self, folder: Path, is_main: bool, num_steps_done: int = 0, keep_last_evaluation: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        is_main: bool,
+        num_steps_done: int = 0,
+        keep_last_evaluation: bool = True,
+        trackers: Trackers | None = None,
+    ) -> None:
         """Goes on after `num_steps_done` training steps: what an earlier process logged past them is removed.
 
         `keep_last_evaluation` is False where the evaluation after that very step is still to come.
         """
-        self._main = is_main
+        self._main, self._trackers = is_main, trackers
         self._rows = 0
         if is_main:
             path = folder / LOG_FILE
@@ -117,12 +126,16 @@ class RunLog:
         for name, value in row.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._board.add_scalar(name, value, row["step"])
+        if self._trackers:
+            self._trackers.log(row, row["step"] + ("progress" in row))  # steps done, as an evaluation says it
 
     def close(self) -> None:
         """Flushes what is open."""
         if self._main:
             self._file.close()
             self._board.close()
+        if self._trackers:
+            self._trackers.close()
 
 
 def drop_later_rows(path: Path, num_steps_done: int, keep_last_evaluation: bool = True) -> None:

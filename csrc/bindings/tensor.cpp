@@ -12,23 +12,37 @@ std::string show(const std::vector<int64_t>& numbers) {
   return text + ")";
 }
 
+// str(object) of a dtype, device or layout, less "torch.". Each is made once: a held object keeps its address.
+static std::string text_of(const py::object& object) {
+  static auto& known = *new std::vector<std::pair<py::object, std::string>>;
+  for (const auto& [seen, text] : known)
+    if (seen.is(object)) return text;
+  auto text = py::cast<std::string>(py::str(object));
+  if (text.rfind("torch.", 0) == 0) text = text.substr(6);
+  if (known.size() < 64) known.emplace_back(object, text);
+  return text;
+}
+
 Tensor read_tensor(const py::handle& object, const char* name) {
-  for (const char* attribute : {"data_ptr", "stride", "layout", "is_neg", "device"}) {
-    if (!py::hasattr(object, attribute))
-      refuse(name, "a " + py::cast<std::string>(py::str(py::type::of(object).attr("__name__"))), "pass a torch tensor");
+  static constexpr const char* NAMES[] = {"dtype", "device", "layout", "shape", "is_neg", "stride", "data_ptr"};
+  py::object found[7];
+  for (int i = 0; i < 7; i++) {
+    found[i] = py::reinterpret_steal<py::object>(PyObject_GetAttrString(object.ptr(), NAMES[i]));
+    if (found[i]) continue;
+    PyErr_Clear();
+    refuse(name, "a " + py::cast<std::string>(py::str(py::type::of(object).attr("__name__"))), "pass a torch tensor");
   }
+  const auto& [dtype, device, layout, shape, is_neg, stride, data_ptr] = found;
   Tensor t;
   t.name = name;
-  t.dtype = py::cast<std::string>(py::str(object.attr("dtype")));
-  if (t.dtype.rfind("torch.", 0) == 0) t.dtype = t.dtype.substr(6);
-  t.device = py::cast<std::string>(py::str(object.attr("device")));
-  const auto layout = py::cast<std::string>(py::str(object.attr("layout")));
-  if (layout != "torch.strided") refuse(name, layout, "pass a dense tensor");
+  t.dtype = text_of(dtype);
+  t.device = text_of(device);
+  if (text_of(layout) != "strided") refuse(name, text_of(layout), "pass a dense tensor");
   if (t.device == "meta") refuse(name, "a meta tensor without data", "pass a CPU or CUDA tensor");
-  if (py::cast<bool>(object.attr("is_neg")())) refuse(name, "a lazily negated view", "pass tensor.resolve_neg()");
-  for (const auto& size : object.attr("shape")) t.shape.push_back(py::cast<int64_t>(size));
-  for (const auto& stride : object.attr("stride")()) t.strides.push_back(py::cast<int64_t>(stride));
-  t.data = reinterpret_cast<void*>(py::cast<uintptr_t>(object.attr("data_ptr")()));
+  if (py::cast<bool>(is_neg())) refuse(name, "a lazily negated view", "pass tensor.resolve_neg()");
+  for (const auto& size : shape) t.shape.push_back(py::cast<int64_t>(size));
+  for (const auto& step : stride()) t.strides.push_back(py::cast<int64_t>(step));
+  t.data = reinterpret_cast<void*>(py::cast<uintptr_t>(data_ptr()));
   return t;
 }
 

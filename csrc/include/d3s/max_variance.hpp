@@ -300,6 +300,9 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
 // Marks the chosen values. Equals of a border value are taken in the order of (tie key, index): the first of them at
 // the top, the last of them at the bottom.
 inline void mark(const double* x, const int64_t* tie_key, int64_t n, int64_t m, const Split& split, uint8_t* mask) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i++) kept += mask[i] = (x[i] >= split.top_value) | (x[i] <= split.bottom_value);
+  if (kept == m) return;  // no tie at a border, or all of them fit
   std::vector<int64_t> tops, bottoms;
   int64_t num_top = 0, num_bottom = 0;
   constexpr int64_t BLOCK = 128;

@@ -38,7 +38,7 @@ def generate(
     share = rank_share(len(prompts), layout.rank, layout.world_size)
     mine = [prompts[i] for i in share]
     requests = make_requests(mine, num_samples, seed, step, first_group=share.start)
-    return engine.generate(requests, sampling) if requests else []
+    return engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
 
 
 def grade(rollouts: Sequence[Rollout], reward: Reward) -> list[Verdict]:
@@ -76,6 +76,7 @@ class Batch:
     sizes: tuple[int, ...]  # samples of each mini-batch
     scores: tuple[Scores, ...] = ()
     keep: tuple[Tensor, ...] = ()  # [L] bool each
+    dropped: tuple[Sample, ...] = ()  # rollouts that were not kept and are scored all the same, for comparison
 
     def minibatches(self) -> list[slice]:
         """Where each mini-batch stands in the lists."""
@@ -83,17 +84,30 @@ class Batch:
         return [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
 
-def redistribute(rollouts: Sequence[Rollout], experience: Experience, config: AlgorithmConfig, layout: Layout) -> Batch:
-    """Stage 6: the kept rollouts, balanced over the data-parallel ranks."""
-    kept = [rollout for rollout in rollouts if experience.kept[rollout.request.uid]]
-    samples = gather_samples(kept, experience.advantages, layout)
-    parts = share_out(samples, config.num_minibatches, layout, experience.seed, experience.step)
-    return Batch(tuple(s for part in parts for s in part), tuple(len(part) for part in parts))
+def redistribute(
+    rollouts: Sequence[Rollout],
+    experience: Experience,
+    config: AlgorithmConfig,
+    layout: Layout,
+    with_dropped: bool = False,
+) -> Batch:
+    """Stage 6: the kept rollouts, balanced over the data-parallel ranks; `with_dropped` carries the others too."""
+    seed, step = experience.seed, experience.step
+
+    def shares(wanted: bool, num_minibatches: int) -> list[list[Sample]]:
+        mine = [rollout for rollout in rollouts if experience.kept[rollout.request.uid] == wanted]
+        samples = gather_samples(mine, experience.advantages, layout)
+        return share_out(samples, num_minibatches, layout, seed, step)
+
+    parts = shares(True, config.num_minibatches)
+    dropped = tuple(shares(False, 1)[0]) if with_dropped else ()
+    return Batch(tuple(s for part in parts for s in part), tuple(len(part) for part in parts), dropped=dropped)
 
 
 def score(batch: Batch, actor: MegatronActor, with_reference: bool = True) -> Batch:
     """Stage 7: old log-probs and entropies, for kept rollouts only; the first weights' log-probs where asked for."""
-    return replace(batch, scores=tuple(actor.score(batch.samples, with_reference)))
+    scores = actor.score((*batch.samples, *batch.dropped), with_reference)
+    return replace(batch, scores=tuple(scores[: len(batch.samples)]))
 
 
 def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> None:

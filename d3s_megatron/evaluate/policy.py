@@ -43,7 +43,7 @@ def evaluate_policy(
     """
     mine = [prompts[i] for i in share]
     requests = make_requests(mine, num_samples, seed, EVAL_STEP, first_group=share.start)
-    rollouts = engine.generate(requests, sampling) if requests else []
+    rollouts = engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
     verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
     answers = [
         answer_of(r.text, len(r.token_ids), r.finish_reason == "length", v, rewards or RewardConfig())

@@ -52,6 +52,9 @@ class RolloutConfig:
     vllm_memory_share: float = 0.4
     """Share of the device's memory that a vLLM engine takes for weights and cache, beside the trainer."""
 
+    vllm_tensor_parallel: int = 1
+    """Neighbouring ranks that share one vLLM engine; more than 1 for a model that does not fit one device."""
+
     vllm_sleep: bool = True
     """Let a vLLM engine give its memory back while the trainer works, on devices where vLLM can (not on a CPU)."""
 
@@ -71,6 +74,8 @@ class RolloutConfig:
                 f"rollout.temperature is {self.temperature}: training samples at a temperature above 0 "
                 "(greedy answers have no spread to learn from)"
             )
+        if self.vllm_tensor_parallel < 1:
+            raise ValueError(f"rollout.vllm_tensor_parallel is {self.vllm_tensor_parallel}: give at least 1 rank")
         if self.max_batch_size < 1:
             raise ValueError(f"rollout.max_batch_size is {self.max_batch_size}: it must be at least 1")
         if self.dtype not in ("float32", "bfloat16", "float16"):

@@ -72,6 +72,8 @@ class ServerEngine:
         """One rollout a request, in request order (contract in `engine.py`); NoServerLeft where all are lost."""
         if not self._alive:
             raise NoServerLeft("no rollout server holds the weights of this run; send them first")
+        if not requests:
+            return []
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault((request.group_id, request.prompt.token_ids), []).append(i)

@@ -1,10 +1,11 @@
-"""vLLM in the training processes, or in a server's: one engine on one device, weights replaced in place.
+"""vLLM in the training processes, or in a server's: an engine per rank or over several, weights replaced in place.
 
 Token ids go in and come out; nothing is decoded and encoded again. Log-probs are those of the sampled token under the
 distribution it was drawn from, temperature applied ("processed_logprobs"). Requests of one prompt share its prefix
 through vLLM's prefix cache. On a device that supports it, the engine sleeps while the trainer works.
 
-Left out: engines that span several devices.
+Ranks that share an engine put their requests together and all run it in lockstep: equal requests, seeds and logits
+make every one of them draw the same tokens. Each keeps the answers to its own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
@@ -32,7 +35,8 @@ class VllmEngine:
     """A RolloutEngine on vLLM; see `engine.py` for what it promises.
 
     In a training process (`colocated`) the process group must exist before it is made: vLLM's external launcher joins
-    it, an engine per rank. A server's process has none.
+    it, and neighbouring ranks share an engine where `rollout.vllm_tensor_parallel` says so; `generate` is then a
+    collective of those. A server's process has no group.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class VllmEngine:
             check_head_size(self._shape.head_dim)
         self._names = frozenset(expected_hf_names(self._shape))
         self._ready = False
+        num_ranks = config.vllm_tensor_parallel if colocated else 1
+        self._group = _neighbours(num_ranks) if num_ranks > 1 else None
         self._sleeps = colocated and config.vllm_sleep and current_platform.is_sleep_mode_available()
         self._asleep: set[str] = set()
         self._llm = LLM(
@@ -68,7 +74,7 @@ class VllmEngine:
             enable_prefix_caching=True,
             enable_sleep_mode=self._sleeps,
             distributed_executor_backend="external_launcher" if colocated else "uni",
-            tensor_parallel_size=1,
+            tensor_parallel_size=num_ranks,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             # vLLM reloads only one parent of a tied weight and leaves the other as it was, without a word. With a head
@@ -81,6 +87,14 @@ class VllmEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout a request, in request order (contract in `engine.py`)."""
+        if self._group is None:
+            return self._generate(requests, sampling)
+        parts: list[Sequence[Request]] = [()] * self._group.size()
+        dist.all_gather_object(parts, list(requests), group=self._group)
+        start = sum(map(len, parts[: self._group.rank()]))
+        return self._generate(list(chain.from_iterable(parts)), sampling)[start : start + len(requests)]
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         slots = {key: i for i, key in enumerate(self.submit(requests, sampling))}
         progress, num_tokens = ProgressLine(len(requests)), 0
         rollouts: dict[int, Rollout] = {}
@@ -168,6 +182,19 @@ class VllmEngine:
         """Frees the engine."""
         self._ready = False
         del self._llm
+
+
+def _neighbours(num_ranks: int) -> dist.ProcessGroup:
+    """The group of this rank with those that share its engine; ranks of one engine follow one another, as in vLLM."""
+    if dist.get_world_size() % num_ranks:
+        raise ValueError(
+            f"rollout.vllm_tensor_parallel is {num_ranks}, which does not divide {dist.get_world_size()} ranks"
+        )
+    groups = [
+        dist.new_group(range(first, first + num_ranks), backend="gloo")
+        for first in range(0, dist.get_world_size(), num_ranks)
+    ]
+    return groups[dist.get_rank() // num_ranks]
 
 
 def check_head_size(head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""D3S with vLLM rollouts, colocated with a TP 2 actor in the same two processes."""
+"""D3S with vLLM rollouts, colocated with a TP 2 actor in the same two processes: an engine each, and one over both."""
 
 import json
 
@@ -9,7 +9,8 @@ from helpers import run_python
 pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm runs these in an environment of its own")
 
 
-def test_engine_and_actor_agree_at_every_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine_ranks", [1, 2])
+def test_engine_and_actor_agree_at_every_step(tmp_path, monkeypatch, engine_ranks):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     model = tiny_model(tmp_path / "model", hidden_size=128, intermediate_size=64)
     flags = {
@@ -19,6 +20,7 @@ def test_engine_and_actor_agree_at_every_step(tmp_path, monkeypatch):
         "data.max_prompt_tokens": 16,
         "rollout.engine": "vllm",
         "rollout.max_new_tokens": 6,
+        "rollout.vllm_tensor_parallel": engine_ranks,
         "rollout.max_batch_size": 16,
         "rewards.kind": "reward_functions:even_length",
         "rewards.num_workers": 1,

@@ -55,7 +55,8 @@ def train(parts: Parts) -> Progress:
             judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
-            batch = stages.redistribute(rollouts, selected, algorithm, layout)
+            score_all = not config.actor.select_before_scoring
+            batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all)
         with clock("score"):
             batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
             stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)

@@ -36,6 +36,8 @@ class ActorConfig:
     """Add weight gradients into the float32 buffer inside the GEMM; off by itself without NVIDIA Apex's kernel."""
     offload_between_phases: bool = False
     """Move optimizer state and gradients to the host while rollouts are made; does nothing without a GPU."""
+    select_before_scoring: bool = True
+    """Score the kept rollouts only; off scores every rollout and drops the rest afterwards, for comparison."""
     gather_rows: bool = True
     """Run the output layer on the scored rows only; off computes every row and masks, for comparison."""
     truncate_samples: bool = True

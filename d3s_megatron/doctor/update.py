@@ -102,7 +102,8 @@ def one_update(job: Job) -> dict[str, Any]:
     judged = stages.judge(rollouts, stages.grade(rollouts, FixedReward()), "wrong", 5, 0, layout)
     chosen = amounts(algorithm, 0, STEPS)
     selected = recipe.apply(judged, chosen.num_kept)
-    batch = stages.score(stages.redistribute(rollouts, selected, algorithm, layout), actor)
+    score_all = not actor.config.select_before_scoring
+    batch = stages.score(stages.redistribute(rollouts, selected, algorithm, layout, score_all), actor)
     select = partial(stages.select_tokens, recipe=recipe, amounts=chosen, experience=selected, layout=layout)
     batch = select(batch)
     reselect = stages.reselect_tokens(actor, select)

@@ -24,15 +24,15 @@ LAYOUTS = {  # name: (processes, actor settings); what TP and PP leave over is d
     "one": (1, {}),
     "one-small": (1, SMALL),
     "one-recompute": (1, {"recompute": "full"}),
-    "one-masking": (1, {"gather_rows": False, "truncate_samples": False}),
+    "one-masking": (1, {"gather_rows": False, "truncate_samples": False, "select_before_scoring": False}),
     "tp2": (2, TP2),
     "tp2-sp": (2, TP2 | SP),
     "tp2-sp-recompute": (2, TP2 | SP | {"recompute": "selective"}),
     "pp2": (2, PP2),
-    "pp2-uneven": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
+    "pp2-uneven-recompute": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1, "recompute": "selective"}),
     "pp2-vpp2-small": (2, PP2 | VPP2 | SMALL),
     "dp2": (2, {}),
-    "dp2-overlap-small": (2, OVERLAP | SMALL),
+    "dp2-overlap-small": (2, OVERLAP | SMALL | {"select_before_scoring": False}),
     "dp2-split-optimizer": (2, SPLIT_OPTIMIZER),
     "tp2-pp2": (4, TP2 | PP2),
     "tp2-pp2-sp-small": (4, TP2 | PP2 | SP | SMALL),
@@ -55,7 +55,7 @@ RUNS = {  # name: (model, algorithm settings, layouts)
     },
 }
 CASES = [(run, layout) for run, (_, _, layouts) in RUNS.items() for layout in layouts if layout != "one"]
-BF16_LAYOUTS = {"one": (1, BF16), "tp2-sp": (2, TP2 | SP | BF16), "dp2-split-optimizer": (2, SPLIT_OPTIMIZER | BF16)}
+BF16_LAYOUTS = {"one": (1, BF16), "tp2-sp": (2, TP2 | SP | BF16), "pp2-vpp2": (2, PP2 | VPP2 | BF16)}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@
 
 Curves: held-out accuracy of both over seeds, in the tables and pictures of d3s_megatron.ablate. They are of two
 programs that share no code, so for plain GRPO they must agree within their intervals.
-Speed: both in turn, again and again, on one process and on two (data parallel), at the same batch; the median step.
+Speed: both in turn, again and again, on one process and on two (data parallel), at the same batch; the mean step, and
+that of D3S over its whole schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,20 +30,7 @@ from d3s_megatron.data import PromptOrder, load_problems
 
 WORKER = Path(__file__).resolve().with_name("trl_grpo.py")
 CONFIG = WORKER.parent.parent / "examples" / "arithmetic" / "ablation.yaml"
-WARM_STEPS = 5  # left out of the median: buffers, caches
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Seconds of one step: the median of each turn."""
-
-    ours: tuple[float, ...]
-    trl: tuple[float, ...]
-
-    @property
-    def ratio(self) -> float:
-        """Ours over TRL's."""
-        return statistics.fmean(self.ours) / statistics.fmean(self.trl)
+WARM_STEPS = 5  # left out of the mean: buffers, caches
 
 
 def write_job(config: RunConfig, out: Path, evaluate: bool) -> Path:
@@ -114,30 +101,24 @@ def curves(args: argparse.Namespace, comparison: Comparison) -> int:
     return 0
 
 
-def speed(args: argparse.Namespace, comparison: Comparison, num_processes: int) -> Speed:
-    """Both in turn, `--rounds` times."""
-    ours, trl = [], []
-    steps = ("--train.steps", str(args.speed_steps))
+def speed(args: argparse.Namespace, comparison: Comparison, num_processes: int) -> dict[str, float]:
+    """Seconds of a step of our GRPO, our D3S and TRL's GRPO: all in turn, `--rounds` times; means without warm-up."""
+    found: dict[str, list[float]] = {}
+    extra = {"train.steps": args.speed_steps, "train.eval_every": 0, "probe.every": 0, "checkpoint.every": 0}
+    flags = [part for key, value in extra.items() for part in (f"--{key}", str(value))]
     for turn in range(args.rounds):
-        folder = args.out / "speed" / f"{num_processes}-processes-{turn}"
-        base = [*Run(comparison, "grpo", 0).arguments(), *steps, "--train.eval_every", "0", "--probe.every", "0"]
-        mine = [*base, "--data.eval_path", "", "--checkpoint.every", "0", "--train.output_dir", str(folder / "ours")]
-        launch(
-            sys.executable,
-            ["-m", "d3s_megatron.train", *mine, "--train.overwrite", "true"],
-            num_processes,
-            folder / "o",
-        )
-        job = write_job(parse_config(base), folder / "trl", evaluate=False)
-        launch(args.trl_python, [str(WORKER), str(job)], num_processes, folder / "t")
-        for name, found in (("ours", ours), ("trl", trl)):
-            rows = [row for row in read_rows(folder / name / "log.jsonl") if "progress" in row]
-            found.append(statistics.median(row["time/step"] for row in rows[WARM_STEPS:]))
-        print(
-            f"{num_processes} process(es), turn {turn + 1}: ours {ours[-1]:.3f} s, TRL {trl[-1]:.3f} s a step",
-            flush=True,
-        )
-    return Speed(tuple(ours), tuple(trl))
+        for name in ("grpo", "d3s", "trl"):
+            folder = args.out / "speed" / f"{num_processes}-processes-{turn}" / name
+            run = [*Run(comparison, "d3s" if name == "d3s" else "grpo", 0).arguments(), *flags]
+            if name == "trl":
+                job = write_job(parse_config(run), folder, evaluate=False)
+                launch(args.trl_python, [str(WORKER), str(job)], num_processes, folder)
+            else:
+                run += ["--data.eval_path", "", "--train.output_dir", str(folder), "--train.overwrite", "true"]
+                launch(sys.executable, ["-m", "d3s_megatron.train", *run], num_processes, folder)
+            rows = [row for row in read_rows(folder / "log.jsonl") if "progress" in row]
+            found.setdefault(name, []).extend(row["time/step"] for row in rows[WARM_STEPS:])
+    return {name: statistics.fmean(seconds) for name, seconds in found.items()}
 
 
 def main() -> int:
@@ -163,11 +144,15 @@ def main() -> int:
         if code:
             return code
     if args.only != "curves":
-        lines = ["| processes | ours, s a step | TRL, s a step | ours / TRL |", "|---|---|---|---|"]
+        lines = [
+            "| processes | GRPO, s a step | D3S | TRL's GRPO | GRPO / TRL | D3S / TRL |",
+            "|---|---|---|---|---|---|",
+        ]
         for num in (1, 2):
-            found = speed(args, comparison, num)
-            ours, trl = (statistics.fmean(values) for values in (found.ours, found.trl))
-            lines.append(f"| {num} | {ours:.3f} | {trl:.3f} | {found.ratio:.2f} |")
+            one = speed(args, comparison, num)
+            cells = [f"{one[name]:.3f}" for name in ("grpo", "d3s", "trl")]
+            cells += [f"{one[name] / one['trl']:.2f}" for name in ("grpo", "d3s")]
+            lines.append(f"| {num} | " + " | ".join(cells) + " |")
         print("\n" + "\n".join(lines))
         (args.out / "speed.md").write_text("\n".join(lines) + "\n")
     return 0

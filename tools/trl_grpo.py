@@ -111,6 +111,7 @@ def main(path: Path) -> None:
         learning_rate=job["lr"], lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
         adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0,
         ddp_backend="gloo" if world > 1 else None,
+        ddp_find_unused_parameters=False,  # its default walks the graph again every step
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),

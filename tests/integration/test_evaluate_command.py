@@ -103,12 +103,11 @@ def test_a_killed_run_goes_on_with_other_processes_and_gives_the_same_bytes(whol
 
 
 def test_grading_again_needs_no_model_and_gives_the_same_bytes(whole, tmp_path):
-    scoring = ["--reward", SETTINGS["--reward"], "--num-workers", "1"]
-    assert main(["--regrade", str(whole), "--out", str(tmp_path / "again"), *scoring]) == 0
+    assert main(["--regrade", str(whole), "--out", str(tmp_path / "again"), "--num-workers", "1"]) == 0
     again = everything(tmp_path / "again")
     assert again == {name: text for name, text in everything(whole).items() if name in again}
     assert set(again) == {"add.json", "summary.csv", "report.md", "graded/add.jsonl"}
-    assert main(["--regrade", str(whole), "--out", str(tmp_path / "few"), "--samples", "8", *scoring]) == 0
+    assert main(["--regrade", str(whole), "--out", str(tmp_path / "few"), "--samples", "8"]) == 0
     assert json.loads((tmp_path / "few" / "add.json").read_text())["num_samples"] == 8
 
 
@@ -117,12 +116,15 @@ def test_more_samples_and_more_sets_keep_the_answers_that_are_there(inputs, tmp_
     first = {"samples": 3, "limit": 2, "max_new_tokens": 9}
     assert main(flags(inputs, out, **first)) == 0
     before = rows(out / "generations" / "add.jsonl")
-    assert main(flags(inputs, out, **(first | {"samples": 5, "limit": 4, "sets": "add,gsm8k"}))) == 0
+    assert main(flags(inputs, out, **(first | {"samples": 5, "limit": 4, "sets": "gsm8k,add"}))) == 0
     after = rows(out / "generations" / "add.jsonl")
     assert [(r["id"], r["sample"]) for r in after] == [(f"add-{p}", s) for p in range(4) for s in range(5)]
     assert [r for r in after if r["id"] in ("add-0", "add-1") and r["sample"] < 3] == before
     assert len(rows(out / "generations" / "gsm8k.jsonl")) == 15
     report = (out / "report.md").read_text()
+    before = everything(out)
+    assert main(["--regrade", str(out)]) == 0
+    assert everything(out) == before
     assert "gsm8k: 3 of its 1319 problems were asked." in report and "| average |" in report
 
 

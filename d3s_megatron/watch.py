@@ -5,7 +5,8 @@
 A rank tells the process group's store when it enters a phase, and, once that takes long, whether its main thread is
 inside a call to the others. A thread of every rank looks once a second. After `stall_minutes` in one phase it dumps
 all stacks and names the ranks that are waited for; after `end_minutes` it ends the process, so that the launcher ends
-or restarts the job.
+or restarts the job. A rank whose launcher is gone ends too: it would write into the folder of the run that is started
+in its place.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Watch:
         self._log = Path(config.train.output_dir) / "ranks" / f"rank-{layout.rank:05d}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._count = 0
         self._closed = threading.Event()
         self.enter(0, "start")
@@ -77,6 +79,9 @@ class Watch:
     def _look(self) -> None:
         said = -1
         while not self._closed.wait(LOOK_SECONDS):
+            if self._launcher not in (None, os.getppid()):
+                self._write(f"ended in {self._place()}: its launcher, process {self._launcher}, is gone")
+                os._exit(EXIT_STALLED)
             seconds, count = time.monotonic() - self._since, self._count
             stall, end = self._settings.stall_minutes * 60, self._settings.end_minutes * 60
             if stall and seconds > stall / 2:

@@ -1,7 +1,7 @@
 """d3s_megatron.train with one fault made to happen: `FAULT="kind rank step phase" fault_worker.py ARGUMENTS`.
 
-The fault happens in the first start only: kill (SIGKILL to itself), raise, sleep (for good), or half-save (SIGKILL
-while a checkpoint is being written).
+The fault happens in the first start only: kill (SIGKILL to itself), raise, sleep (for good), or orphan (SIGKILL to its
+launcher, then sleep).
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import time
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from d3s_megatron import train
-from d3s_megatron.actor import checkpoint
 from d3s_megatron.report.run_log import StageClock
 
 KIND, RANK, STEP, PHASE = os.environ["FAULT"].split()
@@ -24,6 +23,8 @@ def strike() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "raise":
         raise RuntimeError("a made-up fault")
+    if KIND == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
 
@@ -43,10 +44,7 @@ class FaultyClock(StageClock):
 
 
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-    if KIND == "half-save":
-        checkpoint.Save.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        train.StageClock = FaultyClock
+    train.StageClock = FaultyClock
 
 if __name__ == "__main__":
     record(train.main)(sys.argv[1:])

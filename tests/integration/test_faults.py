@@ -1,5 +1,6 @@
 """Faults that really happen to a run: it ends, or goes on, by a stated rule, and says what it was."""
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,8 @@ import sys
 import pytest
 import torch
 from builders import addition_file, tiny_model
-from helpers import ROOT
+from helpers import ROOT, run_python
+from killed_save_worker import MOMENTS
 from test_resume import STEPS, assert_equal, flags, rows_of, train
 
 from d3s_megatron import stages
@@ -84,6 +86,45 @@ def test_a_killed_rank_starts_again_from_the_last_checkpoint_without_a_hand(inpu
     assert "resumed from" in done.stdout and "after step 2" in done.stdout and "exitcode: -9" in done.stderr
     assert [row["step"] for row in rows_of(out) if "progress" in row] == list(range(STEPS))
     assert (out / "summary.json").exists()
+
+
+@pytest.fixture(scope="module")
+def killed_saves(inputs, tmp_path_factory):
+    """Runs that were killed inside the save after step 2, by the moment of it."""
+    folder = tmp_path_factory.mktemp("killed")
+    runs = {moment: folder / str(number) for number, moment in enumerate(MOMENTS)}
+    jobs = {moment: flags(inputs, out, checkpoint__every=1, checkpoint__keep=1) for moment, out in runs.items()}
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = run_python(["tests/integration/killed_save_worker.py", folder / "jobs.json"])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return runs
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_any_moment_of_a_save_goes_on_from_the_last_whole_one(
+    moment, inputs, whole, killed_saves, capsys
+):
+    """Fault E08: what is named was whole, what is not is said and removed, and the rest of the run is the same."""
+    out = killed_saves[moment]
+    done = 2 if moment in ("named, but not latest", "the older one half removed") else 1
+    left = [folder.name for folder in (out / "checkpoints").glob(".writing-*")]
+    assert len(left) == (moment != "named, but not latest")
+    train(inputs, out)
+    said = capsys.readouterr().out
+    assert f"resumed from {out / 'checkpoints' / f'step-{done:06d}'}, after step {done}" in said
+    assert all(f"removed {out / 'checkpoints' / name}, a save that never ended" in said for name in left)
+    assert not list((out / "checkpoints").glob(".writing-*"))
+    assert_equal(whole, out)
+
+
+def test_ranks_without_their_launcher_end(inputs, tmp_path):
+    """They would train on, and write into the folder of the run that is started in their place."""
+    out = tmp_path / "run"
+    done = start(flags(inputs, out), "orphan 0 1 score", 2)
+    assert done.returncode == -signal.SIGKILL
+    for rank in range(2):  # `start` returned because they had closed their ends of its pipes
+        log = (out / "ranks" / f"rank-{rank:05d}.log").read_text()
+        assert re.search(r"ended in phase score of step 2: its launcher, process \d+, is gone", log)
 
 
 def test_a_rank_that_sleeps_is_named_and_the_job_ended(inputs, tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -117,6 +118,25 @@ def test_two_nodes_take_two_steps_together(inputs, nodes, tmp_path):
     assert "2 ranks on 2 node(s), endpoint" in said
     assert [row["step"] for row in rows_of(tmp_path / "run") if "progress" in row] == [0, 1]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+
+
+def test_two_runs_at_once_on_one_machine_do_not_meet(inputs, tmp_path):
+    """Fault F08: each launch finds ports of its own."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "d3s_megatron.launch", "--"]
+    running = []
+    for seed in (0, 1):
+        argv = flags(inputs, tmp_path / str(seed), train__steps=1, train__seed=seed, launch__world_size=1)
+        running.append(subprocess.Popen([*command, *argv], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=240)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    ports = {re.search(r"1 ranks on 1 node\(s\), endpoint \S+:(\d+)", text)[1] for text in said}
+    assert len(ports) == 2
+    for seed in (0, 1):
+        summary = json.loads((tmp_path / str(seed) / "summary.json").read_text())
+        assert (summary["seed"], summary["world_size"]) == (seed, 1)
 
 
 def test_the_scripts_are_whole():

@@ -74,6 +74,7 @@ class Parts:
         self.engine.close()
         self.stop.close()
         self.watch.close()
+        self.audit.close()
         self.log.close()
 
 

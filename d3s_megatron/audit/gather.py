@@ -79,15 +79,22 @@ def checksums(actor: MegatronActor, updated: bool) -> tuple[int, int | None]:
     """
 
     def total(tensors) -> int:
-        same_size = {2: torch.int16, 4: torch.int32}
-        bits = [t.detach().flatten().view(same_size[t.element_size()]) for t in tensors if t.numel()]
-        return int(torch.stack([b.sum(dtype=torch.int64) for b in bits]).sum()) if bits else 0
+        sums = [_as_integers(t.detach().flatten()).sum(dtype=torch.int64) for t in tensors if t.numel()]
+        return int(torch.stack(sums).sum()) if sums else 0
 
     weights = total(p.data for chunk in actor.chunks for p in chunk.parameters())
     if not updated or actor.host.is_offloaded:
         return weights, None
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return weights, total(buffer.grad_data for buffer in buffers)
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    """A flat tensor's bits as whole numbers, as few as there can be: the fewer, the sooner summed."""
+    size = values.element_size()
+    if values.numel() * size % 8 == 0 and values.data_ptr() % 8 == 0:
+        return values.view(torch.int64)
+    return values.view({2: torch.int16, 4: torch.int32}[size])
 
 
 def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequence[int], updated: bool) -> Gathered:
@@ -165,7 +172,7 @@ def _of_trained(record: StepRecord, wanted: set[int]) -> list[Tensor]:
     means = per_sample(entropy.double()) / lengths
     rows = torch.stack([uids, per_sample(keep.long()), bits_of(means)], 1).flatten()
     position = torch.arange(len(keep)) - (ends - lengths).repeat_interleave(lengths)
-    keys = ops.mix64(experience.seed, uids.repeat_interleave(lengths), position)[keep].sum() if len(keep) else 0
+    keys = ops.mix64((uids << 32).repeat_interleave(lengths) + position)[keep].sum() if len(keep) else 0
     lowest = score[keep].min() if keep.any() else torch.tensor(float("inf"))
     bins = torch.bucketize(score, EDGES, right=True)
     counts = [torch.bincount(chosen, minlength=len(EDGES) + 1) for chosen in (bins, bins[keep])]

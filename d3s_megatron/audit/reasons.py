@@ -26,18 +26,30 @@ def reason_of(step: CreditStep) -> str:
     return f"dropped by {step}"
 
 
-def reasons(recipe: Recipe, judged: Experience, num_kept: int) -> tuple[list[str], Tensor]:
-    """(reasons, [N] int64 which of them is each rollout's, in uid order); runs the credit steps one by one again."""
+def reasons(recipe: Recipe, judged: Experience, selected: Experience, num_kept: int) -> tuple[list[str], Tensor]:
+    """(reasons, [N] int64 which of them is each rollout's, in uid order).
+
+    Args:
+        judged, selected: the batch before and after the recipe.
+        num_kept: N; where several steps select, they run again one by one.
+    """
     names = [KEPT, NO_VERDICT, CUT]
     found = torch.zeros(len(judged.kept), dtype=torch.int64)
     found[~judged.kept] = 1
     found[~judged.kept & judged.truncated] = 2
-    experience = judged
-    for step in recipe.credit:
-        after = step(experience, num_kept)
-        dropped = experience.kept & ~after.kept
+
+    def blame(step: CreditStep, dropped: Tensor) -> None:
         if dropped.any():
             found[dropped] = len(names)
             names.append(reason_of(step))
+
+    selecting = [step for step in recipe.credit if step.gives == "selection"]
+    if len(selecting) == 1:
+        blame(selecting[0], judged.kept & ~selected.kept)
+        return names, found
+    experience = judged
+    for step in recipe.credit:
+        after = step(experience, num_kept)
+        blame(step, experience.kept & ~after.kept)
         experience = after
     return names, found

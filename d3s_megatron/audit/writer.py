@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,48 +28,76 @@ from d3s_megatron.types import Experience
 
 
 class Audit:
-    """The audit of a run; `step` is a collective over all ranks."""
+    """The audit of a run.
+
+    Tables are made and written by a thread of their own while training goes on; a file that cannot be written is left
+    out, with a line that says so.
+    """
 
     def __init__(self, config: RunConfig, recipe: Recipe, layout: Layout, num_steps_done: int) -> None:
         """Goes on after `num_steps_done` steps: what an earlier process wrote of later ones is removed."""
         self._config, self._settings, self._recipe, self._layout = config, config.audit, recipe, layout
         self._run = Path(config.train.output_dir)
-        self._oldest = 0  # checkpoint before which saved rollouts are gone
+        self._first_saved = 0  # rollouts of earlier steps are gone
         self._pieces: Pieces | None = None
+        self._thread = ThreadPoolExecutor(1, "audit")
+        self._writing: Future[None] | None = None
         if layout.rank == 0:
             for kind in (AUDIT, ROLLOUTS):
                 (self._run / kind).mkdir(parents=True, exist_ok=True)
             drop_from(self._run, num_steps_done)
 
     def step(self, record: StepRecord, row: Mapping[str, Any], actor: MegatronActor) -> None:
-        """Writes what is due for one training step; `row` is its log row so far."""
+        """Writes what is due for one training step, whose log row so far is `row`; a collective over all ranks."""
+        self._settle()
+        step, settings = record.judged.step, self._settings
+        gathered, shown = None, []
+        if settings.every and (step % settings.every == 0 or step + 1 == self._config.train.steps):
+            if self._wants_tokens(step):
+                shown = shown_groups(record.selected, settings.num_prompts)
+            gathered = gather(record, actor, self._layout, shown, updated=row["num_updates"] > 0)
+        # The row of the log grows while the thread works.
+        self._writing = self._thread.submit(self._write, record, dict(row), gathered, shown, self._first_needed())
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._settle()
+        self._thread.shutdown()
+
+    def _settle(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(
+        self, record: StepRecord, row: dict[str, Any], gathered: Gathered | None, shown: list[int], first_needed: int
+    ) -> None:
         step, settings, layout = record.judged.step, self._settings, self._layout
-        if settings.rollouts != "none":
-            save_rollouts(self._run, step, layout.rank, layout.world_size, record.rollouts, record.verdicts)
-            if settings.rollouts == "recent" and layout.rank == 0:
-                self._forget()
-        if not settings.every or step % settings.every and step + 1 < self._config.train.steps:
-            return
-        shown = shown_groups(record.selected, settings.num_prompts) if self._wants_tokens(step) else []
-        gathered = gather(record, actor, layout, shown, updated=row["num_updates"] > 0)
-        if layout.rank == 0:
-            why = reasons(self._recipe, record.judged, row["N"])
-            table = step_table(record, gathered, why, self._decoder() if shown else None)
-            if not (isinstance(self._recipe.tokens, TopShare) and self._recipe.tokens.by == "signal"):
-                gathered = replace(gathered, threshold=None)  # tokens were not ranked by abs(A) x H
-            write_table(table, step_meta(record, gathered, why, row, shown), audit_file(self._run, step))
+        try:
+            if settings.rollouts != "none":
+                save_rollouts(self._run, step, layout.rank, layout.world_size, record.rollouts, record.verdicts)
+                if first_needed > self._first_saved:
+                    drop_rollouts_before(self._run, first_needed)
+                    self._first_saved = first_needed
+            if gathered is not None and layout.rank == 0:
+                why = reasons(self._recipe, record.judged, record.selected, row["N"])
+                table = step_table(record, gathered, why, self._decoder() if shown else None)
+                if not (isinstance(self._recipe.tokens, TopShare) and self._recipe.tokens.by == "signal"):
+                    gathered = replace(gathered, threshold=None)  # tokens were not ranked by abs(A) x H
+                write_table(table, step_meta(record, gathered, why, row, shown), audit_file(self._run, step))
+        except OSError as failed:
+            print(f"rank {layout.rank}: no audit of step {step + 1}: {failed}", file=sys.stderr, flush=True)
 
     def _wants_tokens(self, step: int) -> bool:
         every = self._settings.tokens_every
         return bool(every) and (step % every == 0 or step + 1 == self._config.train.steps)
 
-    def _forget(self) -> None:
-        """Removes rollouts that no kept checkpoint leads to."""
+    def _first_needed(self) -> int:
+        """The first step whose rollouts a kept checkpoint leads to; 0 where all are kept or another rank removes."""
+        if self._settings.rollouts != "recent" or self._layout.rank:
+            return 0
         kept = sorted((self._run / "checkpoints").glob("step-*"))
-        oldest = int(kept[0].name.removeprefix("step-")) if kept else 0
-        if oldest > self._oldest:
-            drop_rollouts_before(self._run, oldest)
-            self._oldest = oldest
+        return int(kept[0].name.removeprefix("step-")) if kept else 0
 
     def _decoder(self) -> Pieces:
         if self._pieces is None:

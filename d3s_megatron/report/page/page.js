@@ -63,7 +63,7 @@ function line(run, index, name, meaning, order) {
   if (!found) return null;
   const [places, values] = found;
   return {
-    x: places.map((i) => run.x[state.axis][i]), y: values, name: run.name, type: "scatter",
+    x: places.map((i) => run.x[state.axis][i]), y: values, name: plain(run.name), type: "scatter",
     mode: places.length <= few ? "lines+markers" : "lines", connectgaps: false,
     line: { color: COLOURS[index % COLOURS.length], width: order ? 1.3 : 1.8, dash: DASHES[order] },
     marker: { size: 5 }, opacity: order ? 0.8 : 1,
@@ -85,19 +85,22 @@ function drawStages() {
   const stages = [...new Set(runs.flatMap((run) => Object.keys(run.stages)))];
   const palette = ["#4C78A8", "#F58518", "#54A24B", "#B279A2", "#E45756", "#72B7B2", "#EECA3B", "#9D755D", "#BAB0AC"];
   const traces = stages.map((stage, i) => ({
-    type: "bar", orientation: "h", name: stage, y: runs.map((run) => run.name), x: runs.map((run) => run.stages[stage] || 0),
+    type: "bar", orientation: "h", name: stage, y: runs.map((run) => plain(run.name)), x: runs.map((run) => run.stages[stage] || 0),
     marker: { color: palette[i % palette.length] }, hovertemplate: `%{y}<br>${stage}: %{x:.4g} s<extra></extra>`,
   }));
   plot(document.getElementById("stages"), runs.length ? traces : [], layout({
     barmode: "stack", showlegend: true, legend: { orientation: "h", font: { size: 11 }, y: -0.22 },
     xaxis: { title: { text: "" } }, margin: { l: runs.length > 1 ? 110 : 20, r: 10, t: 6, b: 60 },
-    yaxis: { automargin: false, showticklabels: runs.length > 1, tickmode: "array", tickvals: runs.map((run) => run.name),
+    yaxis: { automargin: false, showticklabels: runs.length > 1, tickmode: "array", tickvals: runs.map((run) => plain(run.name)),
       ticktext: runs.map((run) => plain(shorten(run.name, 15))) },
   }), "no values");
 }
 
 // Plotly reads a little HTML in labels; a name is no HTML.
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+const wrap = (text, width) => text.split(" ").reduce((lines, word) =>
+  (lines.at(-1).length + word.length < width ? [...lines.slice(0, -1), `${lines.at(-1)} ${word}`.trim()] : [...lines, word]), [""])
+  .map(plain).join("<br>");
 const shorten = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
 
 function drawSelection() {
@@ -110,11 +113,11 @@ function drawSelection() {
   const axis = { title: { text: "step" } };
   if (single) axis.dtick = 1;
   plot(document.getElementById("reasons"), names.map((name, i) => ({
-    x: chosen.steps, y: chosen.reasons[name], name, type: single ? "bar" : "scatter", mode: "none", stackgroup: single ? undefined : "all",
+    x: chosen.steps, y: chosen.reasons[name], name: wrap(name, PHONE ? 36 : 70), type: single ? "bar" : "scatter", mode: "none", stackgroup: single ? undefined : "all",
     fillcolor: greys[i % greys.length], marker: { color: greys[i % greys.length] },
     hovertemplate: "%{fullData.name}<br>step %{x}: %{y:.1%}<extra></extra>",
   })), layout({ showlegend: true, barmode: "stack", xaxis: axis, yaxis: { range: [0, 1], tickformat: ".0%" },
-    legend: { orientation: "h", font: { size: 11 }, y: 1, yanchor: "bottom", traceorder: "normal" }, margin: { l: 52, r: 10, t: 44, b: 36 } }), "no audit");
+    legend: { orientation: "h", font: { size: 11 }, y: 1, yanchor: "bottom", traceorder: "normal" }, margin: { l: 52, r: 10, t: PHONE ? 76 : 44, b: 36 } }), "no audit");
   const heights = chosen.all.map((row) => { const total = row.reduce((a, b) => a + b, 0) || 1; return row.map((n) => n / total); });
   // The first and the last bin stand for everything below and above.
   const centres = [data.edges[0] / 1.15, ...data.edges.slice(1).map((e, i) => Math.sqrt(e * data.edges[i])), data.edges.at(-1) * 1.15];
@@ -190,7 +193,7 @@ function show(step, prompt, index) {
     const kept = rollout.mask ? rollout.mask[i] === "1" : false;
     const node = make("span", { className: "token" + (kept ? " kept" : "") + (rollout.score ? "" : " dim"),
       title: rollout.score ? `score ${score ?? "none"}, entropy ${rollout.entropy[i] ?? "none"}, ${kept ? "trained on" : "not trained on"}` : "not scored" });
-    if (score !== null) node.style.setProperty("--s", String(Math.min(1, score / most)));
+    if (score !== null) node.style.setProperty("--s", String(Math.sqrt(Math.min(1, score / most)).toFixed(3)));
     if (piece === "") node.append(make("span", { className: "mark" }, "·"));
     else piece.split("\n").forEach((part, j) => { if (j) node.append(make("span", { className: "mark" }, "↵"), "\n"); node.append(part); });
     return node;

@@ -33,9 +33,10 @@ def test_every_rollout_has_one_reason_and_kept_ones_the_reason_kept(name):
         name=name, samples_per_prompt=4, kept_per_prompt_init=2, kept_per_prompt_final=4, drop_zero=True
     )
     recipe = make_recipe(config)
-    names, which = reasons(recipe, judged, 2)
+    selected = recipe.apply(judged, 2)
+    names, which = reasons(recipe, judged, selected, 2)
     found = [names[i] for i in which.tolist()]
-    kept = recipe.apply(judged, 2).kept.tolist()
+    kept = selected.kept.tolist()
     assert [reason == KEPT for reason in found] == kept
     assert found[7] == CUT and found[8] == NO_VERDICT
     assert not set(found) & {""}
@@ -47,7 +48,8 @@ def test_every_rollout_has_one_reason_and_kept_ones_the_reason_kept(name):
 def test_a_dropped_rollout_names_the_part_that_dropped_it():
     judged = experience([1, 0, 0, 0, 1, 1, 1, 1])
     config = AlgorithmConfig(name="d3s", samples_per_prompt=4, kept_per_prompt_init=2, kept_per_prompt_final=2)
-    names, which = reasons(make_recipe(config), judged, 2)
+    recipe = make_recipe(config)
+    names, which = reasons(recipe, judged, recipe.apply(judged, 2), 2)
     dropped = {names[i] for i in which.tolist()} - {KEPT}
     assert dropped == {"not in the subset of the batch with the largest advantage variance"}
 

@@ -61,10 +61,11 @@ def _draw(curves: Sequence[RunCurve], rows: Sequence[tuple[str, str, Callable[..
     )  # fmt: skip
     anything = False
     for line, (title, label, points_of) in zip(axes, rows, strict=True):
+        means: list[float] = []
         for axis, some in zip(line, columns, strict=True):
             for i, name in enumerate(some):
                 points = points_of([curve for curve in curves if curve.algorithm == name])
-                anything = anything or bool(points)
+                means += [one.mean for _, one in points]
                 _line(axis, points, name, "0.45" if name == names[0] else f"C{i - 1}")
             axis.set_xlabel(label)
             if label == LABELS["tokens"]:  # algorithms differ by factors there
@@ -73,6 +74,11 @@ def _draw(curves: Sequence[RunCurve], rows: Sequence[tuple[str, str, Callable[..
             if axis.lines:
                 axis.legend(fontsize=8, ncols=2)
         line[0].set_ylabel(title, fontsize=9)
+        if means:  # what is far outside of it is an interval of a few seeds, which would press the lines flat
+            room = max(max(means) - min(means), 1e-3) * 0.35
+            bottom, top = line[0].get_ylim()
+            line[0].set_ylim(max(bottom, min(means) - room), min(top, max(means) + room))
+            anything = True
     if anything:
         figure.savefig(path, dpi=80)
     pyplot.close(figure)
@@ -86,7 +92,7 @@ def _line(axis, points: Points, name: str, color: str) -> None:
     axis.plot(where, [one.mean for _, one in points], color=color, lw=1.6, label=name)
     if points[0][1].num > 1 and not math.isnan(points[0][1].half):
         axis.fill_between(
-            where, [one.low for _, one in points], [one.high for _, one in points], color=color, alpha=0.15, lw=0
+            where, [one.low for _, one in points], [one.high for _, one in points], color=color, alpha=0.12, lw=0
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -88,6 +89,44 @@ class PackedDotProductAttention(MegatronModule):
             )
             laid.append(block.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * L, h * d]
         return torch.cat(laid).index_select(0, packed_seq_params.source).unsqueeze(1)
+
+
+class ThdAttention(MegatronModule):
+    """The same by Transformer Engine's fused attention, which knows the borders itself (its THD layout)."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
+        from megatron.core.extensions import transformer_engine
+
+        super().__init__(config=config)
+        self.inner = transformer_engine.TEDotProductAttention(
+            config, layer_number, AttnMaskType.padding_causal, attention_type, **kwargs
+        )
+
+    def forward(
+        self,
+        query: Tensor,  # [T, 1, h, d]
+        key: Tensor,  # [T, 1, g, d]
+        value: Tensor,  # [T, 1, g, d]
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:  # [T, 1, h * d]
+        assert isinstance(packed_seq_params, PackedRow), "rows reach the model through pack_row"
+        borders = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=packed_seq_params.cu_seqlens_q.int(),
+            cu_seqlens_kv=packed_seq_params.cu_seqlens_kv.int(),
+            max_seqlen_q=packed_seq_params.max_seqlen_q,
+            max_seqlen_kv=packed_seq_params.max_seqlen_kv,
+        )
+        out = self.inner(
+            *(t.squeeze(1) for t in (query, key, value)),
+            attention_mask=None,
+            attn_mask_type=AttnMaskType.padding_causal,
+            packed_seq_params=borders,
+        )
+        return out.reshape(len(query), 1, -1)
 
 
 class PackedRotaryEmbedding(nn.Module):

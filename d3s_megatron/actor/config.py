@@ -21,7 +21,9 @@ class ActorConfig:
     virtual_pipeline_model_parallel_size: int = 1
     """Chunks of layers per stage (VPP); 2 or more shorten the pipeline's bubble and need PP of at least 2."""
     context_parallel_size: int = 1
-    """Ranks that share one sequence (CP); more than 1 needs Transformer Engine's attention and is refused."""
+    """Ranks that share one sequence (CP); more than 1 is refused."""
+    attention: Literal["torch", "transformer_engine"] = "torch"
+    """torch runs anywhere; transformer_engine is its fused THD kernel and needs a GPU and bfloat16."""
     sequence_parallel: bool = False
     """Split activations between the matrices over the TP ranks too; needs TP of at least 2."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -69,10 +71,15 @@ class ActorConfig:
                 "actor.sequence_parallel is true with actor.tensor_model_parallel_size 1: "
                 "switch it off, or give 2 or more tensor-parallel ranks"
             )
+        if self.attention == "transformer_engine" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"actor.attention is transformer_engine with actor.dtype {self.dtype}: its fused kernels take "
+                "bfloat16 only; set actor.dtype bfloat16, or actor.attention torch"
+            )
         if self.context_parallel_size > 1:
             raise ValueError(
-                f"actor.context_parallel_size is {self.context_parallel_size}: this build attends with torch, which "
-                "cannot split a sequence over ranks as Transformer Engine does; give 1, and spread long sequences "
+                f"actor.context_parallel_size is {self.context_parallel_size}: sequences are not split over ranks "
+                "here; give 1, and spread long sequences "
                 "with tensor parallelism, sequence_parallel and recompute"
             )
         self._check_pipeline()

@@ -1,7 +1,10 @@
-"""Moves the kept rollouts' token ids between ranks, once a step, and shares them out.
+"""Moves the kept rollouts' token ids between ranks, once a step, to where they are trained.
 
 Rollouts are made wherever there is a rank; a kept one is trained by one data-parallel replica, of which every rank
-needs its tokens.
+needs its tokens, and no other. Steps: 1. every rank learns who holds which rollout and how long it is, from 16 bytes
+a rollout. 2. `plan_shares` draws the mini-batches and balances each over the replicas; every rank computes the same.
+3. Each rank sends each of its rollouts to the ranks of one replica. So what a rank receives, and the memory and time
+it takes, is its own share of the batch, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -9,68 +12,111 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron import ops
 from d3s_megatron.actor.packing import distribute
 from d3s_megatron.actor.parallel import Layout, gather_rows
-from d3s_megatron.types import Rollout, Sample
-
-
-def gather_samples(local: Sequence[Rollout], advantages: Tensor, layout: Layout) -> list[Sample]:
-    """This rank's kept rollouts -> those of all ranks, in uid order, the same on every rank.
-
-    Args:
-        local: kept rollouts that this rank made.
-        advantages: [N] float64, by uid.
-    """
-    numbers: list[int] = []
-    log_probs: list[float] = []
-    for rollout in local:
-        prompt = rollout.request.prompt.token_ids
-        numbers += [rollout.request.uid, len(prompt), len(rollout.token_ids), *prompt, *rollout.token_ids]
-        log_probs += rollout.log_probs
-    all_numbers = gather_rows(torch.tensor(numbers, dtype=torch.int64), layout)
-    all_log_probs = gather_rows(torch.tensor(log_probs, dtype=torch.float32), layout)
-    samples = []
-    for ids, probs in zip(all_numbers, all_log_probs, strict=True):
-        samples += _decode(ids.tolist(), probs.tolist(), advantages)
-    return sorted(samples, key=lambda sample: sample.uid)
-
-
-def _decode(ids: list[int], log_probs: list[float], advantages: Tensor) -> list[Sample]:
-    samples, at, done = [], 0, 0
-    while at < len(ids):
-        uid, num_prompt, num_response = ids[at : at + 3]
-        at += 3
-        samples.append(
-            Sample(
-                uid=uid,
-                prompt_ids=tuple(ids[at : at + num_prompt]),
-                response_ids=tuple(ids[at + num_prompt : at + num_prompt + num_response]),
-                rollout_log_probs=tuple(log_probs[done : done + num_response]),
-                advantage=float(advantages[uid]),
-            )
-        )
-        at += num_prompt + num_response
-        done += num_response
-    return samples
+from d3s_megatron.types import Experience, Rollout, Sample
 
 
 def share_out(
-    samples: Sequence[Sample], num_minibatches: int, layout: Layout, seed: int, step: int
+    local: Sequence[Rollout], experience: Experience, num_minibatches: int, layout: Layout
 ) -> list[list[Sample]]:
-    """This data-parallel rank's samples of each mini-batch.
+    """This data-parallel rank's samples of each mini-batch, in uid order; a collective over all ranks.
+
+    Args:
+        local: the rollouts to share out that this rank made.
+    """
+    rows = [number for r in local for number in (r.request.uid, len(r.request.prompt.token_ids))]
+    tables = [table.view(-1, 2) for table in gather_rows(torch.tensor(rows, dtype=torch.int64), layout)]
+    replica_of_rank = [int(one) for one in gather_rows(torch.tensor([layout.dp_rank]), layout)]
+    uids, prompts = torch.cat(tables).unbind(1)  # [K] each
+    whole = prompts + experience.lengths[uids]
+    minibatch, replica = plan_shares(uids, whole, num_minibatches, layout.dp_size, experience.seed, experience.step)
+    target = dict(zip(uids.tolist(), replica.tolist(), strict=True))
+    incoming = replica == layout.dp_rank  # in the order in which they arrive: rank by rank, as each holds them
+    counts = torch.tensor([len(table) for table in tables])
+    source = torch.arange(len(tables)).repeat_interleave(counts)[incoming]
+    ids, log_probs = _exchange(
+        [[r for r in local if target[r.request.uid] == one] for one in range(layout.dp_size)],
+        replica_of_rank,
+        torch.bincount(source, whole[incoming].double(), len(tables)).long().tolist(),
+        torch.bincount(source, experience.lengths[uids[incoming]].double(), len(tables)).long().tolist(),
+        layout,
+    )
+    samples: list[list[tuple[int, Sample]]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
+    at, done = 0, 0
+    for uid, prompt, total, part in zip(
+        *(column[incoming].tolist() for column in (uids, prompts, whole, minibatch)), strict=True
+    ):
+        tokens = tuple(ids[at : at + total].tolist())
+        sample = Sample(
+            uid=uid,
+            prompt_ids=tokens[:prompt],
+            response_ids=tokens[prompt:],
+            rollout_log_probs=tuple(log_probs[done : done + total - prompt].tolist()),
+            advantage=float(experience.advantages[uid]),
+        )
+        samples[part].append((uid, sample))
+        at, done = at + total, done + total - prompt
+    return [[sample for _, sample in sorted(part, key=lambda pair: pair[0])] for part in samples]
+
+
+def plan_shares(
+    uids: Tensor, lengths: Tensor, num_minibatches: int, num_replicas: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """The mini-batch and the replica of each rollout, [K] int64 both; the same in any order of the rollouts.
 
     Mini-batches are drawn by the hash of (seed, step, uid) and differ in size by at most one; each is balanced by
-    tokens over the data-parallel ranks. There are never more mini-batches than samples.
+    cost over the replicas. There are never more mini-batches than rollouts.
+
+    Args:
+        uids: [K] int64.
+        lengths: [K] int64, prompt and response tokens.
     """
-    order = sorted(samples, key=lambda sample: ops.mix64(seed, step, sample.uid))
-    num = max(1, min(num_minibatches, len(order)))
-    out = []
+    minibatch, replica = torch.zeros_like(uids), torch.zeros_like(uids)
+    if not len(uids):
+        return minibatch, replica
+    order = ops.mix64(seed, step, uids).argsort()
+    num = max(1, min(num_minibatches, len(uids)))
     for m in range(num):
-        part = sorted(order[m::num], key=lambda sample: sample.uid)
-        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in part]
-        shares = distribute(lengths, layout.dp_size)
-        out.append([part[i] for i in shares[layout.dp_rank]])
-    return out
+        part = order[m::num]
+        part = part[uids[part].argsort()]
+        minibatch[part] = m
+        for where, members in enumerate(distribute(lengths[part].tolist(), num_replicas)):
+            replica[part[members]] = where
+    return minibatch, replica
+
+
+def _exchange(
+    outgoing: Sequence[Sequence[Rollout]],
+    replica_of_rank: Sequence[int],
+    num_ids: Sequence[int],
+    num_log_probs: Sequence[int],
+    layout: Layout,
+) -> tuple[Tensor, Tensor]:
+    """Sends the rollouts of `outgoing[replica]` to every rank of it; token ids and log-probs that arrive, by source.
+
+    Args:
+        num_ids, num_log_probs: how many come from each rank.
+    """
+    ids = [torch.tensor(_ids(rollouts), dtype=torch.int32) for rollouts in outgoing]
+    log_probs = [torch.tensor([p for r in rollouts for p in r.log_probs], dtype=torch.float32) for rollouts in outgoing]
+    return (
+        _all_to_all([ids[replica] for replica in replica_of_rank], num_ids, layout),
+        _all_to_all([log_probs[replica] for replica in replica_of_rank], num_log_probs, layout),
+    )
+
+
+def _ids(rollouts: Sequence[Rollout]) -> list[int]:
+    return [token for r in rollouts for part in (r.request.prompt.token_ids, r.token_ids) for token in part]
+
+
+def _all_to_all(pieces: Sequence[Tensor], sizes: Sequence[int], layout: Layout) -> Tensor:
+    """Sends `pieces[rank]` to each rank; what arrives, `sizes[rank]` elements from each, as one CPU tensor."""
+    sent = torch.cat(list(pieces)).to(layout.device)
+    received = torch.empty(sum(sizes), dtype=sent.dtype, device=layout.device)
+    dist.all_to_all_single(received, sent, list(sizes), [len(piece) for piece in pieces])
+    return received.cpu()

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from d3s_megatron.actor import cpu_device
-from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding
+from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding, ThdAttention
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout, virtual_chunks
@@ -50,6 +50,19 @@ def check_shape(shape: ModelShape, config: ActorConfig) -> None:
             )
 
 
+def check_attention(config: ActorConfig) -> None:
+    """ValueError where the attention asked for cannot run here."""
+    if config.attention != "transformer_engine":
+        return
+    missing = []
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing.append("Transformer Engine is not installed (pip install 'd3s_megatron[te]')")
+    if cpu_device.needed():
+        missing.append("there is no GPU")
+    if missing:
+        raise ValueError(f"actor.attention is transformer_engine, but {' and '.join(missing)}: give torch")
+
+
 def fuses_weight_gradients(config: ActorConfig) -> bool:
     """Whether GEMMs add weight gradients into the buffer: wanted, and NVIDIA Apex's kernel is there (fault F02)."""
     if not config.gradient_accumulation_fusion:
@@ -65,6 +78,7 @@ def fuses_weight_gradients(config: ActorConfig) -> bool:
     return True
 
 
+ATTENTION = {"torch": PackedDotProductAttention, "transformer_engine": ThdAttention}
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -117,14 +131,16 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
     )
 
 
-def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    shape: ModelShape, config: TransformerConfig, chunk: int | None, attention: type = PackedDotProductAttention
+) -> TransformerBlockSubmodules:
     """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedDotProductAttention
+    parts = layer.submodules.self_attention.submodules
+    parts.core_attention = attention
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        parts.q_layernorm = parts.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
@@ -150,6 +166,7 @@ class ActorModel(GPTModel):
 def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> list[ActorModel]:
     """This rank's chunks of layers (one without interleaving), weights not yet set; call it inside `as_cpu`."""
     check_shape(shape, config)
+    check_attention(config)
     core_config = transformer_config(shape, config)
     num_chunks = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(shape, config, core_config, layout, i, num_chunks) for i in range(num_chunks)]
@@ -159,7 +176,7 @@ def _build_chunk(shape, config: ActorConfig, core_config, layout: Layout, chunk:
     vp_stage = chunk if num_chunks > 1 else None
     model = ActorModel(
         config=core_config,
-        transformer_layer_spec=block_spec(shape, core_config, vp_stage),
+        transformer_layer_spec=block_spec(shape, core_config, vp_stage, ATTENTION[config.attention]),
         vocab_size=padded_vocab_size(shape.vocab_size, config.vocab_padding_multiple, layout.tp_size),
         max_sequence_length=shape.max_positions,
         pre_process=layout.pp_rank == 0 and chunk == 0,

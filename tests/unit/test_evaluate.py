@@ -131,7 +131,7 @@ def test_who_says_nothing_does_not_vote_and_long_answers_vote_as_they_are():
     assert vote_of("no idea, perhaps 12", RewardConfig()) is None
     assert vote_of("12", RewardConfig(kind="reward_functions:always")) == "12"
     assert vote_of(" 046 ", EXACT) == "046" and vote_of("  ", EXACT) is None
-    assert vote_of(r"\boxed{5}", RewardConfig(kind="mixture", mixture={"math_verify": 1.0})) == "5/1"
+    assert vote_of(r"\boxed{5}", RewardConfig(kind="mixture", mixture={"math_verify": 1.0})) == "5"
     assert vote_of("5", RewardConfig(kind="mixture", mixture={"math_verify": 1.0})) is None
     long = "x+" * MAX_CLEANED + "x"
     assert vote_of(rf"\boxed{{{long}}}", RewardConfig()) == long

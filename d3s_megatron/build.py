@@ -16,7 +16,7 @@ from d3s_megatron.actor.model import check_attention, check_shape
 from d3s_megatron.actor.parallel import Layout, check_layout, init_parallel, world_reduce, world_size_from_env
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe, make_loss, make_recipe
-from d3s_megatron.audit import Audit
+from d3s_megatron.audit.writer import Audit
 from d3s_megatron.checkpointing import Checkpoints, Progress
 from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape

@@ -30,9 +30,9 @@ from d3s_megatron.actor.parallel import Layout, init_parallel, shutdown
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.algorithms.schedules import Amounts
-from d3s_megatron.audit import StepRecord, load_rollouts, read_audit
-from d3s_megatron.audit.files import audit_file
-from d3s_megatron.audit.gather import Gathered, gather
+from d3s_megatron.audit.files import audit_file, read_audit
+from d3s_megatron.audit.gather import Gathered, StepRecord, gather
+from d3s_megatron.audit.rollouts import load_rollouts
 from d3s_megatron.checkpointing import why_broken
 from d3s_megatron.config import RunConfig, fail, parse_config
 from d3s_megatron.report.run_log import LOG_FILE, read_log

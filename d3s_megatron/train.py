@@ -23,7 +23,7 @@ from d3s_megatron.actor.parallel import gather_rows, shutdown
 from d3s_megatron.ahead import RolloutSource
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.algorithms.metrics import selection_metrics
-from d3s_megatron.audit import StepRecord
+from d3s_megatron.audit.gather import StepRecord
 from d3s_megatron.build import Parts, build, preflight
 from d3s_megatron.checkpointing import Progress
 from d3s_megatron.config import RunConfig, fail, parse_config

@@ -7,8 +7,5 @@ Steps count from 1 in these names, as on the screen; the checkpoint step-000040 
 """
 
 from d3s_megatron.audit.files import AuditFile, read_audit
-from d3s_megatron.audit.gather import StepRecord
-from d3s_megatron.audit.rollouts import load_rollouts, save_rollouts
-from d3s_megatron.audit.writer import Audit
 
-__all__ = ["Audit", "AuditFile", "StepRecord", "load_rollouts", "read_audit", "save_rollouts"]
+__all__ = ["AuditFile", "read_audit"]

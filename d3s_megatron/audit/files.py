@@ -13,6 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 AUDIT, ROLLOUTS = "audit", "rollouts"
+# Borders of the histogram of abs(A) x H: the same at every step, so steps can be compared. 8 bins a decade; the first
+# bin is everything below (zero above all), the last everything above.
+HISTOGRAM_EDGES = tuple(10 ** (-6 + i / 8) for i in range(65))
 META = b"d3s"  # the key of a file's JSON record in its schema
 
 

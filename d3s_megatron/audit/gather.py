@@ -1,4 +1,4 @@
-"""Brings what an audit needs from all ranks to each: small arrays, in one collective a step.
+"""Brings what an audit needs from all ranks together: small arrays, in one collective a step, and tokens to show.
 
 Floats travel as their bits in an int64, so ids and scores share one message and nothing is rounded.
 """
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron import ops
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, gather_rows
 from d3s_megatron.algorithms.token_selection import settle_ties
+from d3s_megatron.audit.files import HISTOGRAM_EDGES
 from d3s_megatron.rewards.reward import STATUSES
 from d3s_megatron.stages import Batch
 from d3s_megatron.types import Experience, Prompt, Rollout, Verdict
 
-# Borders of the histogram of abs(A) x H: the same at every step, so steps can be compared. 8 bins a decade; the first
-# bin is everything below (zero above all), the last everything above.
-EDGES = torch.logspace(-6, 2, 65, dtype=torch.float64).float()
+EDGES = torch.tensor(HISTOGRAM_EDGES)
 STATUS_NAMES = (*STATUSES, "other")  # the last for what rewards/ does not list
 
 
@@ -49,7 +49,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The same on every rank."""
+    """The same on every rank, but for `tokens`."""
 
     status: Tensor  # [N] int64 by uid, an index into STATUS_NAMES
     num_kept_tokens: Tensor  # [N] int64 by uid
@@ -59,7 +59,7 @@ class Gathered:
     kept_checksum: int  # of (uid, position) of the kept tokens
     weights_checksum: int
     gradients_checksum: int | None
-    tokens: dict[int, TokenRow]  # of the rollouts that were asked for
+    tokens: dict[int, TokenRow]  # of the rollouts that were asked for; on the first rank alone
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -118,16 +118,20 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
     weights, gradients = checksums(actor, updated)
     state = torch.tensor([weights, gradients or 0, gradients is None], dtype=torch.int64)
     empty = torch.zeros(0, dtype=torch.int64)
-    parts = [torch.tensor(made, dtype=torch.int64).flatten(), torch.tensor(ids, dtype=torch.int64), state]
     # One rank of each model replica speaks for it.
-    parts += _of_trained(record, wanted) if layout.tp_rank == layout.pp_rank == 0 else [empty] * 3
-    sizes = torch.tensor([len(part) for part in parts])
-    by_rank = [_split(vector, len(parts)) for vector in gather_rows(torch.cat([sizes, *parts]), layout)]
-    made_all, ids_all, states, samples, numbers, scores = (torch.cat(column) for column in zip(*by_rank, strict=True))
-    states, numbers, samples = (
-        states.view(-1, 3).sum(0),
-        numbers.view(-1, 4 + 2 * (len(EDGES) + 1)),
-        samples.view(-1, 3),
+    samples, numbers, scores = (
+        _of_trained(record, wanted) if layout.tp_rank == layout.pp_rank == 0 else (empty, empty, empty)
+    )
+    tokens = [torch.tensor(ids, dtype=torch.int64), scores]
+    sizes = torch.tensor([len(part) for part in tokens])
+    parts = [torch.tensor(made, dtype=torch.int64).flatten(), state, samples, numbers, sizes]
+    borders = torch.tensor([len(part) for part in parts])
+    by_rank = [_split(vector, len(parts)) for vector in gather_rows(torch.cat([borders, *parts]), layout)]
+    made_all, states, samples, numbers, all_sizes = (torch.cat(column) for column in zip(*by_rank, strict=True))
+    states, samples = states.view(-1, 3).sum(0), samples.view(-1, 3)
+    numbers = numbers.view(-1, 4 + 2 * (len(EDGES) + 1))
+    ids_all, scores_all = (
+        _to_first(part, column.tolist(), layout) for part, column in zip(tokens, all_sizes.view(-1, 2).T, strict=True)
     )
     lowest = float(floats_of(numbers[:, 0]).min())
     num = len(record.judged.uids)
@@ -144,15 +148,33 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
         kept_checksum=int(numbers[:, 1].sum()),
         weights_checksum=int(states[0]),
         gradients_checksum=None if states[2] else int(states[1]),
-        tokens=_tokens(ids_all.tolist(), scores),
+        tokens=_tokens(ids_all.tolist(), scores_all),
     )
+
+
+def _to_first(local: Tensor, sizes: list[int], layout: Layout) -> Tensor:
+    """All ranks' vectors, one after the other, on the first rank; nothing on the others.
+
+    Not gathered as the rest is: few ranks hold tokens that are shown, and padding would give every rank as many.
+    """
+    if layout.rank:
+        if len(local):
+            dist.send(local.to(layout.device), 0)
+        return local[:0]
+    found = [local]
+    for rank, size in enumerate(sizes):
+        if rank and size:
+            part = torch.empty(size, dtype=torch.int64, device=layout.device)
+            dist.recv(part, rank)
+            found.append(part.cpu())
+    return torch.cat(found)
 
 
 def _split(vector: Tensor, num: int) -> tuple[Tensor, ...]:
     return vector[num:].split(vector[:num].tolist())
 
 
-def _of_trained(record: StepRecord, wanted: set[int]) -> list[Tensor]:
+def _of_trained(record: StepRecord, wanted: set[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Of this replica's samples: a row each; sums over all; and each token's numbers where they are wanted."""
     batch, experience = record.batch, record.selected
     lengths = torch.tensor([len(sample.response_ids) for sample in batch.samples], dtype=torch.int64)
@@ -183,7 +205,7 @@ def _of_trained(record: StepRecord, wanted: set[int]) -> list[Tensor]:
             mine = slice(int(ends[i] - lengths[i]), int(ends[i]))
             head = torch.tensor([sample.uid, int(lengths[i])])
             details += [head, bits_of(entropy[mine]), bits_of(score[mine]), keep[mine].long()]
-    return [rows, sums, torch.cat([torch.zeros(0, dtype=torch.int64), *details])]
+    return rows, sums, torch.cat([torch.zeros(0, dtype=torch.int64), *details])
 
 
 def _tokens(ids: list[int], scores: Tensor) -> dict[int, TokenRow]:

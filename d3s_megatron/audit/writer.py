@@ -159,7 +159,7 @@ def step_table(
 def step_meta(
     record: StepRecord, gathered: Gathered, why: tuple[list[str], Tensor], row: Mapping[str, Any], shown: list[int]
 ) -> dict[str, Any]:
-    """The JSON record of a step: its log row, the score histogram (bins of gather.EDGES), the threshold, checksums."""
+    """The JSON record of a step: log row, score histogram (bins of files.HISTOGRAM_EDGES), threshold, checksums."""
 
     def finite(value: Any) -> Any:
         return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from d3s_megatron.audit.files import AUDIT, AuditFile, files_of, read_audit, read_meta, step_of
-from d3s_megatron.audit.gather import EDGES
+from d3s_megatron.audit.files import AUDIT, HISTOGRAM_EDGES, AuditFile, files_of, read_audit, read_meta, step_of
 from d3s_megatron.data.sets import NUM_PROBLEMS
 from d3s_megatron.evaluate import paper
+from d3s_megatron.report.panels import PANELS, SERIES
 from d3s_megatron.report.run_log import LOG_FILE
 from d3s_megatron.report.thin import MOST_POINTS, spread, thin
 from d3s_megatron.report.trackers import flat
@@ -76,7 +76,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         x["tokens"].append(tokens)
         x["seconds"].append(rounded(seconds))
         for name, value in row.items():
-            if name != "step" and (value is None or isinstance(value, int | float)):
+            if name in SERIES and (value is None or isinstance(value, int | float)):
                 places.setdefault(name, []).append(place)
                 values.setdefault(name, []).append(rounded(value))
     series = {}
@@ -264,6 +264,7 @@ def collect(folders: Mapping[str, Path], most_tokens: int, skipped: Skipped) -> 
         "runs": runs,
         "settings": table,
         "paper": paper_table(folders),
-        "edges": [float(f"{edge:.4g}") for edge in EDGES.tolist()],
+        "panels": [vars(panel) for panel in PANELS],
+        "edges": [float(f"{edge:.4g}") for edge in HISTOGRAM_EDGES],
         "skipped": str(skipped),
     }

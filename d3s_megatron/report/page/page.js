@@ -4,21 +4,6 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#444444", "#8A6FDF"];
 const AXES = { step: "steps", tokens: "tokens trained", seconds: "training seconds" };
 const few = 40; // points up to which each is marked
-// title, series of the log with their meaning; the first is drawn solid, the others dashed
-const PANELS = [
-  ["Reward", [["reward", "mean of all rollouts"]]],
-  ["Held-out accuracy and pass@k", [["eval/pass@1", "pass@1"], ["eval/pass@8", "pass@8"], ["eval/pass@32", "pass@32"]]],
-  ["Response length (tokens)", [["response_length", "all"], ["response_length_kept", "kept rollouts"]]],
-  ["Entropy (nats)", [["entropy", "scored tokens"], ["entropy_kept", "kept tokens"]]],
-  ["KL", [["kl", "to the first weights"], ["policy_kl", "of the step's updates"]]],
-  ["Sample usefulness rate (SUR)", [["sur", "training set"], ["sur_all", "whole batch"]]],
-  ["Kept share", [["kept_share", "rollouts"], ["kept_token_share", "tokens of kept rollouts"]]],
-  ["Gradient norm", [["grad_norm", "before clipping"]]],
-  ["Advantage variance", [["advantage_variance_kept", "kept"], ["advantage_variance_all", "all"]]],
-  ["Engine and trainer mismatch", [["mismatch_mean", "mean of abs(log-prob difference)"], ["mismatch_max", "largest"]], "log"],
-  ["Clipped share", [["clip_fraction", "of kept tokens"]]],
-  ["Seconds a step", [["time/step", "all stages"]]],
-];
 const DASHES = ["solid", "dash", "dot"];
 const PHONE = window.matchMedia("(max-width: 760px)").matches;
 const state = { axis: "step", shown: data.runs.map(() => true), drawn: false };
@@ -72,10 +57,10 @@ function line(run, index, name, meaning, order) {
 }
 
 function drawPanels() {
-  PANELS.forEach(([title, series, type], number) => {
+  data.panels.forEach(({ series, scale }, number) => {
     const traces = data.runs.flatMap((run, index) =>
       state.shown[index] ? series.map(([name, meaning], order) => line(run, index, name, meaning, order)) : []).filter(Boolean);
-    plot(document.getElementById(`panel-${number}`), traces, layout({ yaxis: { type: type || "linear" } }), "no values");
+    plot(document.getElementById(`panel-${number}`), traces, layout({ yaxis: { type: scale } }), "no values");
   });
   drawStages();
 }
@@ -236,7 +221,7 @@ function start() {
       pick("axis").querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.axis === axis)));
       drawPanels();
     } }, label)));
-  pick("panels").append(...PANELS.map(([title, series], number) => make("div", {}, make("h3", {}, title),
+  pick("panels").append(...data.panels.map(({ title, series }, number) => make("div", {}, make("h3", {}, title),
     make("div", { className: "key" }, series.map(([, meaning], i) => `${["—", "- -", "···"][i]} ${meaning}`).join("   ")),
     make("div", { className: "plot", id: `panel-${number}` }))),
     make("div", {}, make("h3", {}, "Seconds by stage"), make("div", { className: "key" }, "mean over the steps"), make("div", { className: "plot", id: "stages" })));

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.recipes import make_recipe
-from d3s_megatron.audit import load_rollouts, save_rollouts
 from d3s_megatron.audit.files import drop_from, drop_rollouts_before, write_table
 from d3s_megatron.audit.gather import bits_of, floats_of
 from d3s_megatron.audit.pieces import Pieces, clean
 from d3s_megatron.audit.reasons import CUT, KEPT, NO_VERDICT, reasons
+from d3s_megatron.audit.rollouts import load_rollouts, save_rollouts
 from d3s_megatron.audit.writer import shown_groups
 from d3s_megatron.types import Experience, Prompt, Request, Rollout, Verdict
 

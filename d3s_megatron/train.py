@@ -232,6 +232,7 @@ def finish(parts: Parts, progress: Progress) -> None:
     written |= {"summary": SUMMARY_FILE} | ({"model": "export"} if parts.config.train.export else {})
     for name, file in written.items():
         log.message(f"  {name:<22} {folder / file}")
+    log.message(f"  {'to look at it':<22} python -m d3s_megatron.report {folder}")
 
 
 def run(config: RunConfig) -> None:

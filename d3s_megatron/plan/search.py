@@ -29,10 +29,12 @@ class Plan:
 
     layout: Layout
     engine_tp: int
-    stages: tuple[Memory, ...]
+    stages: tuple[Memory, ...]  # while the model trains; without a sleeping engine's bytes
+    answering: int  # bytes of the fullest rank while answers are made
+    engine: int  # of which the rollout engine's
     selected: Times
     everything: Times
-    free: float  # share of the fullest rank's memory that is left
+    free: float  # share of the fullest rank's memory that is left, in the fuller of the two phases
 
     @property
     def fullest(self) -> int:
@@ -47,21 +49,44 @@ def engine_ranks(shape: ModelShape, machine: Machine, gpus: int) -> int:
     return ranks
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """The rollout engine beside the trainer."""
+
+    tp: int | None = None  # ranks of one engine; None is left to `engine_ranks`
+    sleeps: bool = False  # gives its memory back while the model trains
+    apart: bool = False  # on devices outside of the job
+    memory_share: float | None = None  # of a GPU, that an engine takes; None is what its answers at once need
+    state_to_host: bool = False  # gradients and optimizer leave the device while answers are made
+
+
 def evaluate(
-    shape: ModelShape, layout: Layout, work: Work, machine: Machine, offload: bool, with_reference: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    work: Work,
+    machine: Machine,
+    rollouts: Rollouts = Rollouts(),
+    with_reference: bool = False,
 ) -> Plan:
-    """What a layout takes; with `offload` the engine's memory is free while the model trains."""
-    engine_tp = engine_ranks(shape, machine, layout.gpus)
+    """What a layout takes, while the model trains and while answers are made."""
+    engine_tp = rollouts.tp or engine_ranks(shape, machine, layout.gpus)
     answers = min(work.answers_at_once, -(-work.rollouts * engine_tp // layout.gpus))
-    engine = engine_bytes(shape, engine_tp, answers, work.prompt_tokens + work.answer_tokens)
+    engine = 0 if rollouts.apart else engine_bytes(shape, engine_tp, answers, work.prompt_tokens + work.answer_tokens)
+    if rollouts.memory_share and not rollouts.apart:
+        engine = max(engine, round(rollouts.memory_share * machine.memory_gb * 1e9))
     micro = num_microbatches(layout, work, work.kept_share)
-    beside = 0 if offload else engine
+    beside = 0 if rollouts.sleeps else engine
     stages = tuple(stage_memory(shape, layout, s, micro, beside, with_reference) for s in range(layout.pp))
-    worst = max(memory.total for memory in stages) / (machine.memory_gb * 1e9)
+    answering = engine + max(
+        m.weights + m.reference + m.sync + (0 if rollouts.state_to_host else m.gradients + m.optimizer) for m in stages
+    )
+    worst = max(answering, *(memory.total for memory in stages)) / (machine.memory_gb * 1e9)
     return Plan(
         layout,
         engine_tp,
         stages,
+        answering,
+        engine,
         step_times(shape, layout, work, machine, engine_tp, work.kept_share),
         step_times(shape, layout, work, machine, engine_tp, 1.0),
         1 - RESERVE - worst,
@@ -120,21 +145,28 @@ def best(
     work: Work,
     machine: Machine,
     fixed: Fixed,
-    offload: bool = False,
+    rollouts: Rollouts = Rollouts(),
     with_reference: bool = False,
 ) -> Plan:
     """The fastest plan that fits; ValueError with what is nearest where none does."""
     plans = [
-        evaluate(shape, layout, work, machine, offload, with_reference)
+        evaluate(shape, layout, work, machine, rollouts, with_reference)
         for layout in candidates(shape, gpus, work, fixed)
     ]
     fitting = [plan for plan in plans if plan.free >= 0]
     if not fitting:
-        nearest = max(plans, key=lambda plan: plan.free)
-        need = nearest.stages[nearest.fullest].total / 1e9
-        raise ValueError(
-            f"nothing fits {gpus} GPUs of {machine.memory_gb:g} GB: the nearest takes {need:.1f} GB (TP "
-            f"{nearest.layout.tp}, PP {nearest.layout.pp}, DP {nearest.layout.dp}, recompute "
-            f"{nearest.layout.recompute}); use more GPUs, or --offload"
-        )
+        check_fits(max(plans, key=lambda plan: plan.free), machine)
     return min(fitting, key=lambda plan: plan.selected.total * (1 + TP_COST * (plan.layout.tp - 1)))
+
+
+def check_fits(plan: Plan, machine: Machine) -> None:
+    """ValueError with what it takes where a plan, the nearest of those tried, does not fit."""
+    if plan.free >= 0:
+        return
+    layout = plan.layout
+    need = max(plan.answering, plan.stages[plan.fullest].total) / 1e9
+    cut = f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}, recompute {layout.recompute}"
+    raise ValueError(
+        f"nothing fits {layout.gpus} GPUs of {machine.memory_gb:g} GB: the nearest takes {need:.1f} GB beside a "
+        f"reserve of {RESERVE:.0%} ({cut}); use more GPUs, --offload or --offload-state"
+    )

@@ -29,7 +29,7 @@ from d3s_megatron.plan.memory import (
     stage_parameters,
 )
 from d3s_megatron.plan.models import MODELS, shape_of
-from d3s_megatron.plan.search import Fixed, best, evaluate
+from d3s_megatron.plan.search import Fixed, Rollouts, best, evaluate
 
 SHAPES = {
     "tied-bias": ("qwen2", {"num_hidden_layers": 4}),
@@ -183,13 +183,29 @@ def test_more_tensor_ranks_more_recompute_and_offload_take_less_memory():
     shape, work, machine = shape_of("Llama-3.1-8B"), Work(), Machine()
 
     def memory(offload=False, **layout):
-        return evaluate(shape, Layout(**{"dp": 8, **layout}), work, machine, offload).stages[0].total
+        rollouts = Rollouts(sleeps=offload)
+        return evaluate(shape, Layout(**{"dp": 8, **layout}), work, machine, rollouts).stages[0].total
 
     assert memory(tp=2) < memory()
     assert memory(recompute="full") < memory(recompute="selective") < memory()
     assert memory(offload=True) < memory()
     full = step_times(shape, Layout(dp=8, recompute="full"), work, machine, 1, 1.0)
     assert full.update > step_times(shape, Layout(dp=8), work, machine, 1, 1.0).update
+
+
+def test_a_sleeping_engine_counts_while_answers_are_made():
+    shape, layout, work, machine = shape_of("Llama-3.1-8B"), Layout(tp=2, dp=4), Work(), Machine()
+    awake, asleep = (evaluate(shape, layout, work, machine, Rollouts(sleeps=sleeps)) for sleeps in (False, True))
+    trainer = asleep.stages[0]
+    assert awake.stages[0].total - trainer.total == awake.engine == asleep.engine > 0
+    kept = trainer.weights + trainer.gradients + trainer.optimizer + trainer.sync
+    assert asleep.answering == kept + asleep.engine
+    on_host = evaluate(shape, layout, work, machine, Rollouts(sleeps=True, state_to_host=True))
+    assert on_host.answering == asleep.answering - trainer.gradients - trainer.optimizer
+    apart = evaluate(shape, layout, work, machine, Rollouts(apart=True))
+    assert apart.engine == 0 and apart.stages[0].total == trainer.total
+    large = evaluate(shape, layout, work, machine, Rollouts(sleeps=True, memory_share=0.75))
+    assert large.engine == 60e9 and large.free < 0
 
 
 def test_the_command_names_what_binds_and_what_is_short():

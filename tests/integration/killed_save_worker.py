@@ -39,6 +39,11 @@ def half_written(handle: int) -> None:
     die()
 
 
+def half_removed(folder: Path) -> None:
+    next(path for path in folder.iterdir() if path.is_file()).unlink()
+    die()
+
+
 def is_data(handle: int) -> bool:
     name = os.readlink(f"/proc/self/fd/{handle}")
     return SAVE in name and name.endswith(".distcp")
@@ -57,7 +62,7 @@ MOMENTS = {
         checkpointing, "_replace", lambda path, text: path.name == "latest" and SAVE in text
     ),
     "the older one half removed": lambda: only_then(
-        shutil, "rmtree", lambda path, *_: "removal" in str(path), lambda path: (next(path.iterdir()).unlink(), die())
+        shutil, "rmtree", lambda path, *_: "removal" in str(path), half_removed
     ),
 }
 

@@ -213,7 +213,7 @@ def test_a_disk_without_room_leaves_the_checkpoint_out_and_training_goes_on(
 def test_a_disk_that_fills_during_a_save_ends_the_run_with_the_last_checkpoint_whole(
     inputs, small_disk, tmp_path, monkeypatch
 ):
-    size = sum(file.stat().st_size for file in newest_of(inputs, tmp_path / "probe").iterdir())
+    size = sum(file.stat().st_size for file in newest_of(inputs, tmp_path / "probe").rglob("*"))
     folder = small_disk(size + 100_000)
     monkeypatch.setattr(checkpoint, "num_bytes", lambda actor: 0)  # others fill the disk after the look at it
     with pytest.raises(OSError, match=r"was not written(.|\n)*the disk of .* has 0\.. MB free"):

@@ -24,6 +24,8 @@ from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, world_reduce
 from d3s_megatron.config import RunConfig
 from d3s_megatron.convert import save_hf_folder
+from d3s_megatron.convert.checkpoint.torch_dist import COMPANIONS
+from d3s_megatron.convert.hf_writer import copy_companions
 from d3s_megatron.report.run_log import RunLog
 
 MANIFEST = "run.json"
@@ -147,6 +149,9 @@ class Checkpoints:
             raise OSError(f"{failed}; the disk of {self._root} {state}") from failed
         if self._layout.rank == 0:
             beside = next(self._root.glob(f"{WRITING}{target.name}-*"))
+            companions = beside / COMPANIONS  # an export needs nothing else then
+            companions.mkdir()
+            copy_companions(self.config.model.path, companions, getattr(torch, self.config.actor.dtype))
             self._write_manifest(beside, progress)
             os.rename(beside, target)
             _sync(self._root)
@@ -156,7 +161,8 @@ class Checkpoints:
         dist.barrier()
 
     def _write_manifest(self, folder: Path, progress: Progress) -> None:
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
         for name in files:
             _sync(folder / name)
         record = {

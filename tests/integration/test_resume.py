@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from d3s_megatron.build import preflight
 from d3s_megatron.checkpointing import newest_whole
 from d3s_megatron.config import parse_config
+from d3s_megatron.convert.checkpoint import job, jobs
 from d3s_megatron.resume import find_start, with_start
 from d3s_megatron.train import main
 
@@ -192,6 +193,10 @@ def test_a_checkpoint_in_the_background_is_the_same_and_only_the_newest_are_kept
     assert (out / "checkpoints" / "latest").read_text() == "step-000004\n"
     exported = load_file(out / "exports" / "step-000004" / "model.safetensors")
     assert all(torch.equal(exported[name], weight) for name, weight in weights_of(out).items())
+    job.run(jobs.export_job(out / "checkpoints" / "step-000004", tmp_path / "converted"), 1)  # from itself alone
+    converted = tmp_path / "converted"
+    assert all(torch.equal(load_file(converted / "model.safetensors")[name], w) for name, w in exported.items())
+    assert {p.name for p in converted.iterdir()} == {p.name for p in (out / "exports" / "step-000004").iterdir()}
     again = cut(out, tmp_path / "again", step=3)
     train(inputs, again, **changes)
     assert_equal(whole, again)

@@ -51,7 +51,7 @@ def probe(
         responses: how many of them give gamma; 0 takes no gradients.
     """
     whole = GroupAdvantages()(judged, 0)  # divided by the standard deviation, which the propositions take for granted
-    row = dict(_lemma_1(whole, num_kept))
+    row: dict[str, float] = dict(_lemma_1(whole, num_kept))
     if not whole.kept.any():
         return row
     batch = _scored(actor, rollouts, whole, layout)

@@ -143,7 +143,7 @@ def _report(args: argparse.Namespace, algorithms: Sequence[str], seeds: Sequence
     if not curves:
         print("no run has an evaluation yet: there is nothing to compare")
         return 0
-    given = {"step": args.at_steps, "tokens": args.at_tokens, "seconds": args.at_seconds}
+    given: dict[Axis, str | None] = {"step": args.at_steps, "tokens": args.at_tokens, "seconds": args.at_seconds}
     where = {axis: _places(given[axis], curves, axis) for axis in AXES}
     tables, cells = compare(curves, where)
     print("\n" + "\n".join(table.as_text() for table in tables))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from d3s_megatron.ablate.results import AXES, Axis, Interval, RunCurve
+from d3s_megatron.ablate.results import AXES, Axis, Interval, RunCurve, over_seeds
 
 LINES_PER_PANEL = 5
 SMOOTH_OVER = 10  # steps, for what is noisy from batch to batch
@@ -106,8 +106,9 @@ def _accuracy(axis: Axis) -> Callable[[Sequence[RunCurve]], Points]:
             "tokens": [end * 100 ** (i / (POINTS - 1) - 1) for i in range(POINTS)],  # from a hundredth on
             "seconds": [end * i / (POINTS - 1) for i in range(POINTS)],
         }[axis]
-        values = [(place, [curve.at(axis, place) for curve in mine]) for place in where if place <= end]
-        return [(place, Interval.of(some)) for place, some in values if None not in some]
+        name = mine[0].algorithm
+        found = [(place, over_seeds(mine, name, axis, place)) for place in where if place <= end]
+        return [(place, one) for place, one in found if one is not None]
 
     return points
 

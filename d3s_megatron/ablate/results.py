@@ -127,20 +127,17 @@ def read_all(out: Path, algorithms: Sequence[str], seeds: Sequence[int], clock: 
 
 def over_seeds(curves: Sequence[RunCurve], algorithm: str, axis: Axis, where: float) -> Interval | None:
     """Accuracy of an algorithm there; None unless every one of its runs got that far."""
-    values = [curve.at(axis, where) for curve in curves if curve.algorithm == algorithm]
-    if not values or None in values:
-        return None
-    return Interval.of(values)
+    mine = [curve for curve in curves if curve.algorithm == algorithm]
+    values = [value for curve in mine if (value := curve.at(axis, where)) is not None]
+    return Interval.of(values) if mine and len(values) == len(mine) else None
 
 
 def paired(curves: Sequence[RunCurve], algorithm: str, base: str, axis: Axis, where: float) -> Interval | None:
     """Accuracy minus that of `base`, over the seeds that both have: same data, same start, same prompts."""
-    there = {(c.algorithm, c.seed): c.at(axis, where) for c in curves if c.algorithm in (algorithm, base)}
-    seeds = [seed for name, seed in there if name == algorithm and (base, seed) in there]
-    if any(there[name, seed] is None for name in (algorithm, base) for seed in seeds):
-        return None
-    differences = [there[algorithm, seed] - there[base, seed] for seed in seeds]
-    return Interval.of(differences) if differences else None
+    mine, others = ({c.seed: c.at(axis, where) for c in curves if c.algorithm == name} for name in (algorithm, base))
+    pairs = [(mine[seed], others[seed]) for seed in mine if seed in others]
+    differences = [one - other for one, other in pairs if one is not None and other is not None]
+    return Interval.of(differences) if pairs and len(differences) == len(pairs) else None
 
 
 def places(curves: Sequence[RunCurve], axis: Axis) -> list[float]:

@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ class Outcome:
 
     num_kept: int = 0
     num_done: int = 0
-    failed: list[Run] | None = None
+    failed: list[Run] = field(default_factory=list)
     stopped: bool = False
 
 
@@ -160,11 +160,11 @@ class Stopper:
             signal.signal(number, handler)
 
 
-def run_all(comparison: Comparison, num_jobs: int, say=print) -> Outcome:
+def run_all(comparison: Comparison, num_jobs: int, say: Callable[[str], None] = print) -> Outcome:
     """Runs what is not complete, up to `num_jobs` at once; a failed run is said and leaves the others alone."""
     runs = comparison.runs()
     waiting = [run for run in runs if not run.is_done]
-    outcome = Outcome(num_kept=len(runs) - len(waiting), failed=[])
+    outcome = Outcome(num_kept=len(runs) - len(waiting))
     if outcome.num_kept:
         say(f"{outcome.num_kept} of {len(runs)} runs are complete already")
     active: dict[subprocess.Popen, tuple[Run, float]] = {}
@@ -193,7 +193,7 @@ def _begin(run: Run) -> subprocess.Popen:
         )
 
 
-def _end(run: Run, code: int, seconds: float, outcome: Outcome, num_runs: int, say) -> None:
+def _end(run: Run, code: int, seconds: float, outcome: Outcome, num_runs: int, say: Callable[[str], None]) -> None:
     name = f"{run.algorithm}, seed {run.seed}"
     if run.is_done:
         outcome.num_done += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Cell:
     interval: Interval
 
 
-def compare(curves: Sequence[RunCurve], places: dict[Axis, Sequence[float]]) -> tuple[list[Table], list[Cell]]:
+def compare(curves: Sequence[RunCurve], places: Mapping[Axis, Sequence[float]]) -> tuple[list[Table], list[Cell]]:
     """All tables and their numbers; the first algorithm is the one that the others are compared with.
 
     Args:

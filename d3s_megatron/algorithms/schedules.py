@@ -115,8 +115,10 @@ def make_schedule(name: str, stages: int = 4, window: int = 10) -> Schedule:
     """The schedule of that name; `stages` and `window` are for those that climb stairs."""
     if name == "step":
         return Stairs(stages)
-    if name in ("reward", "entropy"):
-        return Triggered(name, stages, window)
+    if name == "reward":
+        return Triggered("reward", stages, window)
+    if name == "entropy":
+        return Triggered("entropy", stages, window)
     return CURVES[name]
 
 

@@ -21,8 +21,14 @@ PANELS = (
         (("eval/pass@1", "pass@1"), ("eval/pass@8", "pass@8"), ("eval/pass@32", "pass@32")),
     ),
     Panel("Response length (tokens)", (("response_length", "all"), ("response_length_kept", "kept rollouts"))),
-    Panel("Entropy (nats)", (("entropy", "scored tokens"), ("entropy_kept", "kept tokens"))),
-    Panel("KL", (("kl", "to the first weights"), ("policy_kl", "of the step's updates"))),
+    Panel(
+        "Entropy (nats)",
+        (("entropy", "scored tokens"), ("entropy_kept", "kept tokens"), ("probe/entropy", "probe: all rollouts")),
+    ),
+    Panel(
+        "KL",
+        (("kl", "to the first weights"), ("policy_kl", "of the step's updates"), ("probe/kl", "probe: all rollouts")),
+    ),
     Panel("Sample usefulness rate (SUR)", (("sur", "training set"), ("sur_all", "whole batch"))),
     Panel("Kept share", (("kept_share", "rollouts"), ("kept_token_share", "tokens of kept rollouts"))),
     Panel("Gradient norm", (("grad_norm", "before clipping"),)),

@@ -1,12 +1,13 @@
 // Text of models and files reaches the page through textContent alone.
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#444444", "#8A6FDF"];
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#56B4E9", "#444444", "#8A6FDF", "#7A9A01", "#A6761D",
+  "#E7298A", "#17BECF"];
 const AXES = { step: "steps", tokens: "tokens trained", seconds: "training seconds" };
 const few = 40; // points up to which each is marked
 const DASHES = ["solid", "dash", "dot"];
 const PHONE = window.matchMedia("(max-width: 760px)").matches;
-const state = { axis: "step", shown: data.runs.map(() => true), drawn: false };
+const state = { axis: "step", smooth: false, shown: data.runs.map(() => true), drawn: false };
 
 function make(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
@@ -43,12 +44,23 @@ function plot(node, traces, settings, nothing) {
   Plotly.react(node, traces, settings, CONFIG);
 }
 
+// Exponential mean with a weight of 0.1 for each new point, started without a bias towards zero; gaps stay gaps.
+function smoothed(values) {
+  let sum = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = 0.9 * sum + 0.1 * value;
+    weight = 0.9 * weight + 0.1;
+    return sum / weight;
+  });
+}
+
 function line(run, index, name, meaning, order) {
   const found = run.series[name];
   if (!found) return null;
   const [places, values] = found;
   return {
-    x: places.map((i) => run.x[state.axis][i]), y: values, name: plain(run.name), type: "scatter",
+    x: places.map((i) => run.x[state.axis][i]), y: state.smooth && places.length > few ? smoothed(values) : values, name: plain(run.name), type: "scatter",
     mode: places.length <= few ? "lines+markers" : "lines", connectgaps: false,
     line: { color: COLOURS[index % COLOURS.length], width: order ? 1.3 : 1.8, dash: DASHES[order] },
     marker: { size: 5 }, opacity: order ? 0.8 : 1,
@@ -73,9 +85,11 @@ function drawStages() {
     type: "bar", orientation: "h", name: stage, y: runs.map((run) => plain(run.name)), x: runs.map((run) => run.stages[stage] || 0),
     marker: { color: palette[i % palette.length] }, hovertemplate: `%{y}<br>${stage}: %{x:.4g} s<extra></extra>`,
   }));
+  const height = Math.max(PHONE ? 220 : 250, 24 * runs.length + 120);
+  document.getElementById("stages").style.height = `${height}px`;
   plot(document.getElementById("stages"), runs.length ? traces : [], layout({
-    barmode: "stack", showlegend: true, legend: { orientation: "h", font: { size: 11 }, y: -0.22 },
-    xaxis: { title: { text: "" } }, margin: { l: runs.length > 1 ? 110 : 20, r: 10, t: 6, b: 60 },
+    barmode: "stack", showlegend: true, legend: { orientation: "h", font: { size: 11 }, y: -34 / (height - 106), yanchor: "top" },
+    xaxis: { title: { text: "" } }, margin: { l: runs.length > 1 ? 110 : 20, r: 10, t: 6, b: 100 },
     yaxis: { automargin: false, showticklabels: runs.length > 1, tickmode: "array", tickvals: runs.map((run) => plain(run.name)),
       ticktext: runs.map((run) => plain(shorten(run.name, 15))) },
   }), "no values");
@@ -218,9 +232,14 @@ function start() {
   pick("axis").append(...Object.entries(AXES).map(([axis, label]) => make("button", { type: "button", "aria-pressed": String(axis === state.axis),
     dataset: { axis }, onclick: () => {
       state.axis = axis;
-      pick("axis").querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.axis === axis)));
+      pick("axis").querySelectorAll("[data-axis]").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.axis === axis)));
       drawPanels();
     } }, label)));
+  pick("axis").append(make("button", { type: "button", id: "smooth", "aria-pressed": "false", onclick: (event) => {
+    state.smooth = !state.smooth;
+    event.currentTarget.setAttribute("aria-pressed", String(state.smooth));
+    drawPanels();
+  } }, "smooth"));
   pick("panels").append(...data.panels.map(({ title, series }, number) => make("div", {}, make("h3", {}, title),
     make("div", { className: "key" }, series.map(([, meaning], i) => `${["—", "- -", "···"][i]} ${meaning}`).join("   ")),
     make("div", { className: "plot", id: `panel-${number}` }))),

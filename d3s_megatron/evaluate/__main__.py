@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights (bfloat16 with CUDA, else float32)")
     add("--batch-size", type=int, help="answers decoded at once in a process (64; vllm 256)")
     add("--chunk-size", type=int, help="answers written at once, which a stop may lose (64; vllm 2048)")
-    add("--memory-share", type=float, default=0.85, help="of the device, for vllm (0.85)")
+    add("--memory-share", type=float, help="of the device, for vllm (0.85; 0.4 on a CPU, which processes share)")
 
     grading = parser.add_argument_group("grading and counting (--regrade takes the earlier choices by default)")
     add = grading.add_argument
@@ -138,7 +138,7 @@ def _job(options: argparse.Namespace, scoring: Scoring) -> run.Job:
         prompt_template=options.prompt_template,
         system_prompt=BOXED if options.system_prompt == "boxed" else options.system_prompt,
         batch_size=batch_size,
-        memory_share=options.memory_share,
+        memory_share=options.memory_share or (0.85 if torch.cuda.is_available() else 0.4),
     )
     num_samples = options.samples or 32
     scoring.ks_for(num_samples)

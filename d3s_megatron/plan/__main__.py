@@ -89,6 +89,7 @@ def text_of(plan: Plan, model: str, parameters: int, work: Work, machine: Machin
     if plan.engine:
         lines += [
             f"  rollout.vllm_tensor_parallel                {plan.engine_tp}",
+            f"  rollout.max_batch_size                      {plan.answers}",
             f"  rollout.vllm_memory_share                   {share_of(plan.engine, machine):.2f}",
         ]
     names = list(Memory.__dataclass_fields__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from d3s_megatron.convert import ModelShape, check_tp
 from d3s_megatron.plan.cost import Machine, Times, Work, num_microbatches, step_times
@@ -29,6 +29,7 @@ class Plan:
 
     layout: Layout
     engine_tp: int
+    answers: int  # at once in one engine, at most
     stages: tuple[Memory, ...]  # while the model trains; without a sleeping engine's bytes
     answering: int  # bytes of the fullest rank while answers are made
     engine: int  # of which the rollout engine's
@@ -84,6 +85,7 @@ def evaluate(
     return Plan(
         layout,
         engine_tp,
+        work.answers_at_once,
         stages,
         answering,
         engine,
@@ -137,6 +139,7 @@ def _token_limits(work: Work) -> list[int]:
 
 # An all-reduce per layer and direction slows tensor parallelism; the share was not measured here, it breaks ties.
 TP_COST = 0.02
+HALVINGS = 4  # of the answers at once in an engine, before a machine is too small
 
 
 def best(
@@ -148,15 +151,16 @@ def best(
     rollouts: Rollouts = Rollouts(),
     with_reference: bool = False,
 ) -> Plan:
-    """The fastest plan that fits; ValueError with what is nearest where none does."""
-    plans = [
-        evaluate(shape, layout, work, machine, rollouts, with_reference)
-        for layout in candidates(shape, gpus, work, fixed)
-    ]
-    fitting = [plan for plan in plans if plan.free >= 0]
-    if not fitting:
-        check_fits(max(plans, key=lambda plan: plan.free), machine)
-    return min(fitting, key=lambda plan: plan.selected.total * (1 + TP_COST * (plan.layout.tp - 1)))
+    """The fastest plan that fits, with fewer answers at once where none does; ValueError with what is nearest."""
+    layouts = candidates(shape, gpus, work, fixed)
+    for answers in (work.answers_at_once // 2**halvings for halvings in range(HALVINGS + 1)):
+        fewer = replace(work, answers_at_once=max(1, answers))
+        plans = [evaluate(shape, layout, fewer, machine, rollouts, with_reference) for layout in layouts]
+        fitting = [plan for plan in plans if plan.free >= 0]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.selected.total * (1 + TP_COST * (plan.layout.tp - 1)))
+    check_fits(max(plans, key=lambda plan: plan.free), machine)
+    raise AssertionError("no plan has room, though one of them was said to fit")
 
 
 def check_fits(plan: Plan, machine: Machine) -> None:

@@ -122,9 +122,19 @@ class ThreadReduce:
     def __init__(self, ranks: int) -> None:
         self._barrier, self._lock = threading.Barrier(ranks), threading.Lock()
         self._total: Tensor | None = None
-        self.rounds, self.num_bytes, self._ranks = 0, 0, ranks
+        self.rounds, self.num_bytes = 0, 0
+        self._own = threading.local()
+
+    def seconds_inside(self) -> float:
+        """Processor seconds that this thread spent here: the cost of threads, no part of a selection."""
+        return getattr(self._own, "seconds", 0.0)
 
     def __call__(self, tensor: Tensor, how: str) -> Tensor:
+        _, seconds = timed(lambda: self._reduce(tensor, how))
+        self._own.seconds = self.seconds_inside() + seconds
+        return tensor
+
+    def _reduce(self, tensor: Tensor, how: str) -> None:
         with self._lock:
             if self._total is None:
                 self._total = tensor.clone()
@@ -139,7 +149,6 @@ class ThreadReduce:
         if self._barrier.wait() == 0:  # all have read
             self._total = None
         self._barrier.wait()
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,7 @@ def run_top_share(num_scores: int, ranks: int, share: float, seed: int) -> TopSh
         position = torch.arange(each) % 4096
         try:
             mask, spent[rank] = timed(lambda: ops.top_share(scores, share, uid, position, reduce))
+            spent[rank] -= reduce.seconds_inside()
             kept[rank] = int(mask.sum())
         except threading.BrokenBarrierError:
             pass  # another rank's failure is the cause, and it is raised below

@@ -124,7 +124,7 @@ def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> Non
         raise RuntimeError(
             f"step {step + 1}: log-probs of trainer and rollout engine differ by {total / num:.3g} nats a token, above "
             f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
-            "way (rollout.top_p, top_k, dtype)"
+            "way (rollout.top_p, top_k, dtype), or is behind by too large a step (rollout.ahead, optimizer.lr)"
         )
 
 

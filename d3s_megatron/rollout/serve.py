@@ -1,5 +1,8 @@
 """A rollout server: `python -m d3s_megatron.rollout.serve --model FOLDER --port 8000`, one per device.
 
+For a model that does not fit one device: `torchrun --nproc-per-node 2 -m d3s_megatron.rollout.serve ...`, one engine
+over those ranks.
+
 A run reaches it with `--rollout.engine server --rollout.servers http://HOST:8000,...`, gives it its weights before the
 first answer and after every update, and says with every call which weights it wants. Anybody who can reach the port
 can do the same, so keep it inside of the cluster.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import threading
@@ -26,6 +30,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
+from d3s_megatron.rollout import lockstep
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import RolloutEngine
 from d3s_megatron.rollout.serving import Call, Stale, Weights, Worker
@@ -174,7 +179,9 @@ def make_engine(kind: str, model: Path, config: RolloutConfig, max_model_len: in
     if kind == "vllm":
         from d3s_megatron.rollout.vllm_engine import VllmEngine
 
-        return VllmEngine(model, config, max_model_len, colocated=False)
+        return VllmEngine(model, config, max_model_len, colocated=config.vllm_tensor_parallel > 1)
+    if config.vllm_tensor_parallel > 1:
+        raise ValueError("the transformers engine runs on one device: start it without torchrun, or take vllm")
     from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, config, device)
@@ -185,7 +192,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m d3s_megatron.rollout.serve",
         description="Serves answers to a training run, which sends its weights. Start one per device "
-        "(CUDA_VISIBLE_DEVICES), before or after the run; end it with Ctrl-C.",
+        "(CUDA_VISIBLE_DEVICES), or one over several by torchrun, before or after the run; end it with Ctrl-C.",
     )
     parser.add_argument("--model", type=Path, required=True, help="the Hugging Face folder that the run trains")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="default: vllm")
@@ -202,7 +209,14 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Serves until SIGINT or SIGTERM (exit code 0), or until the engine fails (1)."""
     args = make_parser().parse_args(argv)
-    config = RolloutConfig(dtype=args.dtype, max_batch_size=args.max_batch_size, vllm_memory_share=args.memory_share)
+    num_ranks = lockstep.join()
+    config = RolloutConfig(
+        dtype=args.dtype,
+        max_batch_size=args.max_batch_size,
+        vllm_memory_share=args.memory_share,
+        vllm_tensor_parallel=num_ranks,
+        vllm_sleep=False,
+    )
     try:
         shape = read_shape(args.model)
         longest = min(args.max_model_len or shape.max_positions, shape.max_positions)
@@ -210,6 +224,13 @@ def main(argv: list[str]) -> int:
     except ValueError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
+    if num_ranks > 1:
+        if int(os.environ["RANK"]) > 0:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # it ends when the leader does
+            lockstep.follow(engine)
+            return 0
+        engine = lockstep.Leader(engine)
     server = Server(engine, args.model, config, longest, host=args.host, port=args.port)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -36,7 +36,7 @@ class VllmEngine:
 
     In a training process (`colocated`) the process group must exist before it is made: vLLM's external launcher joins
     it, and neighbouring ranks share an engine where `rollout.vllm_tensor_parallel` says so; `generate` is then a
-    collective of those. A server's process has no group.
+    collective of those, and so are all other calls. A server of one process has no group.
     """
 
     def __init__(

@@ -58,15 +58,19 @@ def unpack_rollouts(answers: Any, requests: Sequence[Request]) -> list[Rollout]:
     ]
 
 
-def frame(header: dict[str, Any], payload: bytes | memoryview = b"") -> Pieces:
-    """A frame as the pieces to send."""
-    text = json.dumps(header).encode()
-    return [len(text).to_bytes(4, "big"), text, payload]
+def frame(header: dict[str, Any], *payload: memoryview) -> Pieces:
+    """A frame as the pieces to send; the length of the payload goes into the header as "bytes"."""
+    text = json.dumps(header | {"bytes": sum(map(len, payload))}).encode()
+    return [len(text).to_bytes(4, "big"), text, *payload]
 
 
 def is_last(pieces: Pieces) -> bool:
     """Whether a frame of `weight_frames` is the one that ends its stream: it alone has no payload."""
-    return not pieces[-1]
+    return len(pieces) == 2
+
+
+def _bytes(flat: Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
 
 
 class Checksum:
@@ -77,7 +81,7 @@ class Checksum:
 
     def add(self, name: str, flat: Tensor) -> int:
         """Adds a CPU tensor [n] with its name, and returns the CRC-32 of these two alone."""
-        crc = zlib.crc32(flat.view(torch.uint8).numpy().data, zlib.crc32(name.encode()))
+        crc = zlib.crc32(_bytes(flat), zlib.crc32(name.encode()))
         self.value = (self.value + crc) % 2**32
         self.num_bytes += flat.nbytes
         return crc
@@ -110,8 +114,7 @@ def _tensors(held: Sequence[tuple[str, Tensor]], dtype: str, checksum: Checksum)
     tensors = [
         (name, tuple(tensor.shape), checksum.add(name, flat)) for (name, tensor), flat in zip(held, flats, strict=True)
     ]
-    payload = torch.cat(flats).view(torch.uint8).numpy().data
-    return frame({"tensors": tensors, "dtype": dtype, "bytes": len(payload)}, payload)
+    return frame({"tensors": tensors, "dtype": dtype}, *(_bytes(flat) for flat in flats))
 
 
 class WeightReader:
@@ -131,7 +134,9 @@ class WeightReader:
                 if header["checksum"] != self.checksum.value:
                     raise ValueError("the stream of weights does not add up to the checksum at its end")
                 return
-            flat = torch.frombuffer(self._exactly(header["bytes"]), dtype=DTYPES[header["dtype"]])
+            flat = torch.empty(header["bytes"], dtype=torch.uint8)
+            self._read_into(_bytes(flat))
+            flat = flat.view(DTYPES[header["dtype"]])
             sizes = [torch.Size(shape).numel() for _, shape, _ in header["tensors"]]
             for (name, shape, crc), part in zip(header["tensors"], flat.split(sizes), strict=True):
                 if self.checksum.add(name, part) != crc:
@@ -154,10 +159,13 @@ class WeightReader:
 
     def _exactly(self, num: int) -> bytearray:
         got = bytearray(num)
-        view, start = memoryview(got), 0
-        while start < num:
+        self._read_into(memoryview(got))
+        return got
+
+    def _read_into(self, view: memoryview) -> None:
+        start = 0
+        while start < len(view):
             more = self._source.readinto(view[start:])
             if not more:
                 raise ConnectionError("the stream of weights was cut off")
             start += more
-        return got

@@ -3,13 +3,14 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3s_megatron.rollout.dispatch import ExpectedLengths, Lost, NoServerLeft, dispatch
 from d3s_megatron.types import Prompt, Request, Rollout
 
 
+@settings(deadline=None)  # threads
 @given(st.integers(0, 12), st.dictionaries(st.sampled_from("abc"), st.integers(0, 6), min_size=1), st.integers(1, 3))
 def test_every_job_is_done_while_a_server_is_left(num_jobs, strength, slots):
     """`strength` is the number of jobs after which a server is gone; "a" stays where it is not named."""

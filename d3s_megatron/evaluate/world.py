@@ -25,11 +25,7 @@ class World:
     size: int
     device: torch.device
     next_chunk: Callable[[], int]  # 0, 1, 2, ...: each number is given to one process
-
-    def meet(self) -> None:
-        """Waits until every process is here."""
-        if self.size > 1:
-            dist.all_reduce(torch.zeros(1))
+    meet: Callable[[], None]  # waits until every process is here
 
     def close(self) -> None:
         """Leaves the process group, if there is one."""
@@ -48,7 +44,7 @@ def join(needs_group: bool = False) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if size == 1 and not needs_group:
-        return World(rank, size, device, itertools.count().__next__)
+        return World(rank, size, device, itertools.count().__next__, lambda: None)
     if "RANK" not in os.environ:
         store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=LONGEST_WAIT)
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -61,4 +57,12 @@ def join(needs_group: bool = False) -> World:
     shared = dist.PrefixStore(f"evaluate-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=LONGEST_WAIT)
-    return World(rank, size, device, lambda: shared.add("next chunk", 1) - 1)
+    meetings = itertools.count()
+
+    def meet() -> None:  # over the store: vLLM ends the process group with its engine
+        name = f"meeting {next(meetings)}"
+        if shared.add(f"{name}, how many", 1) == size:
+            shared.set(name, "all here")
+        shared.wait([name], LONGEST_WAIT)
+
+    return World(rank, size, device, lambda: shared.add("next chunk", 1) - 1, meet)

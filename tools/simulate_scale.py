@@ -311,12 +311,12 @@ def text_of(found: dict[str, Any], model: str, network: Network) -> str:
     ]
     for part in found["parts"]:
         mark = "m" if part["measured"] else "~"
-        lines.append(f"  {part['name']:<44}{part['seconds']:>9.3f}{mark}{part['seconds'] / step:>12.4%}")
+        lines.append(f"  {part['name']:<44}{part['seconds']:>9.4f}{mark}{part['seconds'] / step:>12.4%}")
     verdict = "under" if found["selection_share"] < GOAL else "NOT under"
     lines += [
-        f"  {'selection':<44}{found['selection_share'] * step:>9.3f} {found['selection_share']:>12.4%}"
+        f"  {'selection':<44}{found['selection_share'] * step:>9.4f} {found['selection_share']:>12.4%}"
         f"   {verdict} {GOAL:.1%}",
-        f"  {'moving and packing':<44}{found['scheduling_share'] * step:>9.3f} {found['scheduling_share']:>12.4%}",
+        f"  {'moving and packing':<44}{found['scheduling_share'] * step:>9.4f} {found['scheduling_share']:>12.4%}",
         "",
         f"{'over the data-parallel ranks':<46}{'before':>10}{'after':>12}",
     ]
@@ -369,7 +369,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kept", type=int, default=20, help="N, kept per prompt: 20 of 32 is d3s' mean")
     parser.add_argument("--share", type=float, default=0.25, help="rho, share of the kept tokens: 0.25 is d3s' mean")
     parser.add_argument(
-        "--scores", type=float, default=1e8, help="most scores for the measured top share: 21 bytes each"
+        "--scores", type=float, default=1e8, help="most scores of the measured top share, about 40 bytes each"
     )
     parser.add_argument("--latency", type=float, default=20.0, help="microseconds of a message, assumed")
     parser.add_argument("--network", type=float, default=Machine().network_gb, help="GB/s of a rank, assumed")

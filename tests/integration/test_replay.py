@@ -178,6 +178,7 @@ def test_two_data_parallel_ranks_write_the_audit_of_one_and_replay_together(inpu
     assert done.stdout.count("equal in all bits") == 1
     assert len(list((out / "rollouts").iterdir())) == 2
     mine, whole = audit_of(out, 0), audit_of(run, 0)
-    for name in ("uid", "group", "prompt_id", "reward", "status", "advantage", "length", "kept", "token_ids", "token_kept"):
+    same = ("uid", "prompt_id", "reward", "status", "advantage", "length", "kept", "token_ids", "token_kept")
+    for name in same:
         assert mine.table[name].to_pylist() == whole.table[name].to_pylist(), name
     assert sum(mine.meta["histogram"]["all"]) == sum(whole.meta["histogram"]["all"])

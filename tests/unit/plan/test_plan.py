@@ -208,6 +208,14 @@ def test_a_sleeping_engine_counts_while_answers_are_made():
     assert large.engine == 60e9 and large.free < 0
 
 
+def test_fewer_answers_at_once_where_their_cache_would_not_fit():
+    long = Work(prompts=6000, answer_tokens=5000, max_tokens=16384)
+    plan = best(shape_of("Llama-3.1-70B"), 1024, long, Machine(), Fixed(), Rollouts(sleeps=True))
+    assert plan.free >= 0 and plan.answers < long.answers_at_once
+    more = evaluate(shape_of("Llama-3.1-70B"), plan.layout, long, Machine(), Rollouts(sleeps=True))
+    assert more.engine > plan.engine and more.free < 0
+
+
 def test_the_command_names_what_binds_and_what_is_short():
     command = [sys.executable, "-m", "d3s_megatron.plan", "--model", "Qwen2.5-72B", "--gpu-memory", "80"]
     done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, check=True)

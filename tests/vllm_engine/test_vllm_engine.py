@@ -100,5 +100,5 @@ def test_the_doctor_knows_vllm_and_what_it_needs(monkeypatch):
     assert "(vllm" in dict(environment.facts())["vllm"]
     assert not any("vllm" in what for what, _ in environment.conflicts())
     installed = environment.version
-    monkeypatch.setattr(environment, "version", lambda name: "5.0" if name == "tokenizers" else installed(name))
-    assert any("tokenizers is 5.0, vllm" in what for what, _ in environment.conflicts())
+    monkeypatch.setattr(environment, "version", lambda name: "4.0" if name == "transformers" else installed(name))
+    assert any("transformers is 4.0, vllm" in what for what, _ in environment.conflicts())

@@ -125,9 +125,14 @@ def prepare_start(comparison: Comparison, seed: int) -> None:
         raise ValueError(f"{comparison.start} wrote no {START_FILE} to {folder}: a YAML file for d3s_megatron.train")
 
 
+# This process's place in a job, if it has one: a run is a job of its own.
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 def _environment() -> dict[str, str]:
     """One thread a process unless the caller says otherwise: runs side by side share the cores."""
-    return {"OMP_NUM_THREADS": "1"} | os.environ
+    own = {name: value for name, value in os.environ.items() if name not in PLACE}
+    return {"OMP_NUM_THREADS": "1"} | own
 
 
 @dataclass

@@ -213,9 +213,11 @@ def _run(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """The command line; exit code 2 and one line where something is wrong, 130 where it was interrupted."""
     options = make_parser().parse_args(argv)
-    logging.getLogger("d3s_megatron.rewards").setLevel(logging.ERROR)  # whole sets may go unsolved; the table says it
     disable_progress_bar()
+    rewards = logging.getLogger("d3s_megatron.rewards")
+    level = rewards.level
     try:
+        rewards.setLevel(logging.ERROR)  # whole sets may go unsolved; the table says it
         return _run(options)
     except (ValueError, OSError) as wrong:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -226,6 +228,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _say("\ninterrupted; the same command goes on from the last chunk that was written")
         return 130
+    finally:
+        rewards.setLevel(level)
 
 
 def as_options(text: str) -> str:

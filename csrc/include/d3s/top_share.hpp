@@ -49,7 +49,10 @@ class TopShare {
   // counts[0..2048) += weight for the leading 11 bits of a sample; weight * size of the sample ~ 256 n.
   // Returns the size: all scores, or a power of two that makes the sample cost a tenth of what reading all does.
   int64_t sample(int64_t* counts) {
-    const int log2_size = n_ < (int64_t{1} << 24) ? 14 : n_ < (int64_t{1} << 25) ? 15 : n_ < (int64_t{1} << 27) ? 16 : 17;
+    const int log2_size = n_ < (int64_t{1} << 24)   ? 14
+                          : n_ < (int64_t{1} << 25) ? 15
+                          : n_ < (int64_t{1} << 27) ? 16
+                                                    : 17;
     const bool whole = n_ <= int64_t{1} << log2_size;
     const int64_t num = whole ? n_ : int64_t{1} << log2_size;
     sample_.resize(num);

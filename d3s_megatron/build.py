@@ -24,7 +24,8 @@ from d3s_megatron.data import PromptOrder, encode_prompts, load_problems
 from d3s_megatron.data.config import DataConfig
 from d3s_megatron.evaluate.engine import make_engine
 from d3s_megatron.launch import describe_world
-from d3s_megatron.report.run_log import LOG_FILE, RunLog
+from d3s_megatron.report.log_file import LOG_FILE
+from d3s_megatron.report.run_log import RunLog
 from d3s_megatron.report.trackers import Trackers, check_installed, flat
 from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
@@ -146,6 +147,20 @@ def _first_ranks(value: Any) -> Any:
     return box[0]
 
 
+def make_actor(config: RunConfig, layout: Layout, with_reference: bool) -> MegatronActor:
+    """The policy of a run, at its first weights; `with_reference` keeps a copy of them beside it."""
+    algorithm = config.algorithm
+    return MegatronActor(
+        config.model.path,
+        config.actor,
+        config.optimizer,
+        layout,
+        temperature=config.rollout.temperature,
+        num_optimizer_steps=config.train.steps * algorithm.num_epochs * algorithm.num_minibatches,
+        with_reference=with_reference,
+    )
+
+
 def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     """Joins the process group and makes the parts; a collective over all ranks."""
     layout = init_parallel(config.actor)
@@ -158,8 +173,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         save_config(config, folder / "config.yaml")
     dist.barrier()
     watch = Watch(config, layout)
-    algorithm = config.algorithm
-    loss, recipe = make_loss(algorithm), make_recipe(algorithm)
+    loss, recipe = make_loss(config.algorithm), make_recipe(config.algorithm)
     step = start.progress.step
     trackers = None
     if config.report.trackers and layout.rank == 0:
@@ -174,15 +188,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         order=PromptOrder(len(questions.train), config.train.prompts_per_step, config.train.seed),
         engine=_engine(config, layout),
         reward=make_reward(config.rewards),
-        actor=MegatronActor(
-            config.model.path,
-            config.actor,
-            config.optimizer,
-            layout,
-            temperature=config.rollout.temperature,
-            num_optimizer_steps=config.train.steps * algorithm.num_epochs * algorithm.num_minibatches,
-            with_reference=loss.kl_beta > 0 or config.probe.every > 0,
-        ),
+        actor=make_actor(config, layout, with_reference=loss.kl_beta > 0 or config.probe.every > 0),
         recipe=recipe,
         loss=loss,
         log=log,

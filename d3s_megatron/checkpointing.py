@@ -24,8 +24,7 @@ from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, world_reduce
 from d3s_megatron.config import RunConfig
 from d3s_megatron.convert import save_hf_folder
-from d3s_megatron.convert.checkpoint.torch_dist import COMPANIONS
-from d3s_megatron.convert.hf_writer import copy_companions
+from d3s_megatron.convert.checkpoint.jobs import put_companions
 from d3s_megatron.report.run_log import RunLog
 
 MANIFEST = "run.json"
@@ -63,10 +62,20 @@ def why_broken(folder: Path) -> str | None:
     return None
 
 
-def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint below `root`, and a line for each newer one that is damaged."""
+def steps_of(folder: Path) -> int:
+    """The training steps after which a checkpoint folder was saved."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def newest_whole(root: Path, at_most: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint below `root`, and a line for each newer one that is damaged.
+
+    `at_most` leaves those of more training steps out.
+    """
     passed_over: list[str] = []
     for folder in sorted(root.glob("step-*"), reverse=True):
+        if at_most is not None and steps_of(folder) > at_most:
+            continue
         reason = why_broken(folder)
         if reason is None:
             return folder, passed_over
@@ -149,9 +158,7 @@ class Checkpoints:
             raise OSError(f"{failed}; the disk of {self._root} {state}") from failed
         if self._layout.rank == 0:
             beside = next(self._root.glob(f"{WRITING}{target.name}-*"))
-            companions = beside / COMPANIONS  # an export needs nothing else then
-            companions.mkdir()
-            copy_companions(self.config.model.path, companions, getattr(torch, self.config.actor.dtype))
+            put_companions(self.config.model.path, beside, getattr(torch, self.config.actor.dtype))
             self._write_manifest(beside, progress)
             os.rename(beside, target)
             _sync(self._root)

@@ -7,9 +7,6 @@ This file stands on the top floor: it joins what the rooms below declare in thei
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,10 +19,9 @@ from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.recipes import make_recipe
 from d3s_megatron.data.config import DataConfig
+from d3s_megatron.launch import say_error
 from d3s_megatron.rewards.config import RewardConfig
 from d3s_megatron.rollout.config import RolloutConfig
-
-SECONDS_TO_SAY_IT = 5.0
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -215,15 +211,8 @@ class _Parser(ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Ends every rank with exit code 2, and with one line on standard error in all.
-
-    Every rank finds the same mistake before any process group exists. Rank 0 says it; the others wait for it to be
-    said, since torchrun ends all ranks as soon as one has ended.
-    """
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(SECONDS_TO_SAY_IT)
+    """Ends every rank with exit code 2, and with one line on standard error in all; before any process group exists."""
+    say_error(message)
     raise SystemExit(2)
 
 

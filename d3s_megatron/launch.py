@@ -15,10 +15,29 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 DEFAULT_PORT = 29500
+SECONDS_TO_SAY_IT = 5.0
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 SHUTDOWN_SECONDS = "300"  # what a rank gets to end its step and save after SIGTERM; torchrun's own 30 is short
+
+
+def say_error(message: str) -> None:
+    """One line on standard error from all ranks together, each of which found the same mistake and will end.
+
+    Rank 0 says it; the others wait for it to be said, since torchrun ends all ranks as soon as one has ended.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_TO_SAY_IT)
+
+
+def own_environment() -> dict[str, str]:
+    """For a job started from here: without this process's place in its own, and one thread a process unless set."""
+    return {"OMP_NUM_THREADS": "1"} | {name: value for name, value in os.environ.items() if name not in PLACE}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -74,8 +74,7 @@ def probe(
 
 def _scored(actor: MegatronActor, rollouts: Sequence[Rollout], rows: Experience, layout: Layout) -> stages.Batch:
     one_step = AlgorithmConfig(num_minibatches=1)
-    kept = [rollout for rollout in rollouts if rows.kept[rollout.request.uid]]
-    return stages.score(stages.redistribute(kept, rows, one_step, layout), actor)
+    return stages.score(stages.redistribute(rollouts, rows, one_step, layout), actor)
 
 
 def _means(batch: stages.Batch, layout: Layout) -> dict[str, float]:

@@ -28,14 +28,14 @@ from d3s_megatron.actor.checkpoint import load as load_checkpoint
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, init_parallel, shutdown
 from d3s_megatron.algorithms import recipes
-from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.algorithms.schedules import Amounts
-from d3s_megatron.audit.files import audit_file, read_audit
+from d3s_megatron.audit.files import ROLLOUTS, audit_file, files_of, read_audit, step_of
 from d3s_megatron.audit.gather import Gathered, StepRecord, gather
 from d3s_megatron.audit.rollouts import load_rollouts
-from d3s_megatron.checkpointing import why_broken
+from d3s_megatron.build import make_actor
+from d3s_megatron.checkpointing import newest_whole, steps_of
 from d3s_megatron.config import RunConfig, fail, parse_config
-from d3s_megatron.report.run_log import LOG_FILE, read_log
+from d3s_megatron.report.log_file import LOG_FILE, json_value, read_log
 from d3s_megatron.train import quiet_libraries
 from d3s_megatron.types import Experience
 
@@ -101,34 +101,25 @@ class Replay:
         selected = recipe.apply(judged, amounts.num_kept)
         batch = stages.redistribute(rollouts, selected, algorithm, layout)
         batch = stages.score(batch, actor, with_reference=loss.kl_beta > 0)
+        mismatch = stages.mismatch_metrics(batch, layout)
         select = partial(stages.select_tokens, recipe=recipe, amounts=amounts, experience=selected, layout=layout)
         batch = select(batch)
         reselect = stages.reselect_tokens(actor, select)
         updates = stages.update(batch, actor, loss, algorithm, settings.rollout.max_new_tokens, reselect)
-        row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
-        row |= selection_metrics(judged, selected, recipe.advantages_of_all(judged))
-        row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, loss.kl_beta > 0)
+        row = stages.step_metrics(amounts, judged, selected, batch, mismatch, updates, recipe, loss, layout)
         known = StepRecord((), rollouts, verdicts, judged, selected, batch)
         return Replayed(row, selected, gather(known, actor, layout, [], updated=row["num_updates"] > 0))
 
 
 def differing(row: Mapping[str, Any], logged: Mapping[str, Any]) -> list[str]:
     """Names whose values are not the same to the last bit; a value that is not finite is null in the log."""
-    return [name for name, value in row.items() if _plain(value) != logged.get(name)]
-
-
-def _plain(value: Any) -> Any:
-    finite = not isinstance(value, float) or value - value == 0
-    return value if finite else None
+    return [name for name, value in row.items() if json_value(value) != logged.get(name)]
 
 
 def starting_point(run: Path, step: int) -> tuple[int, Path | None]:
     """(steps done, checkpoint) to begin from for a step that counts from 0: (0, None) are the first weights."""
-    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
-        done = int(folder.name.removeprefix("step-"))
-        if done <= step and why_broken(folder) is None:
-            return done, folder
-    return 0, None
+    folder, _ = newest_whole(run / "checkpoints", at_most=step)
+    return (0, None) if folder is None else (steps_of(folder), folder)
 
 
 def check_saved(run: Path, first: int, step: int, log: Mapping[int, Any]) -> None:
@@ -136,7 +127,7 @@ def check_saved(run: Path, first: int, step: int, log: Mapping[int, Any]) -> Non
     if step not in log:
         steps = f"steps {min(log) + 1} to {max(log) + 1}" if log else "no step"
         raise ValueError(f"--step is {step + 1}: the log of {run} has {steps}")
-    saved = {int(path.name.removeprefix("step-")[:6]) - 1 for path in (run / "rollouts").glob("step-*")}
+    saved = {step_of(path) for path in files_of(run, ROLLOUTS)}
     missing = [s for s in range(first, step + 1) if s not in saved]
     if missing:
         can = [s + 1 for s in sorted(log) if all(t in saved for t in range(starting_point(run, s)[0], s + 1))]
@@ -198,7 +189,7 @@ def comparison(
     """
     rows = []
     for name, heading in NUMBERS:
-        before, after = original.get(name), _plain(replayed.row.get(name))
+        before, after = original.get(name), json_value(replayed.row.get(name))
         if before is None and after is None:
             continue
         both = before is not None and after is not None
@@ -233,15 +224,7 @@ def replay(args: argparse.Namespace, changes: Sequence[str]) -> int:
     except ValueError as wrong:
         fail(str(wrong))
     betas = [recipes.make_loss(c.algorithm).kl_beta for c in (base, config)]
-    actor = MegatronActor(
-        base.model.path,
-        base.actor,
-        base.optimizer,
-        layout,
-        temperature=base.rollout.temperature,
-        num_optimizer_steps=base.train.steps * base.algorithm.num_epochs * base.algorithm.num_minibatches,
-        with_reference=max(betas) > 0,
-    )
+    actor = make_actor(base, layout, with_reference=max(betas) > 0)
     say = print if layout.rank == 0 else lambda *_: None
     if checkpoint is not None:
         load_checkpoint(actor, checkpoint)
@@ -275,7 +258,7 @@ def replay(args: argparse.Namespace, changes: Sequence[str]) -> int:
             json.dumps(
                 {
                     "original": log[step],
-                    "replay": {k: _plain(v) for k, v in result.row.items()},
+                    "replay": {k: json_value(v) for k, v in result.row.items()},
                     "original_kept": sorted(kept) if kept is not None else None,
                     "replay_kept": ids,
                 },

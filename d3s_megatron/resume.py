@@ -18,10 +18,8 @@ import yaml
 from d3s_megatron.actor.config import OptimizerConfig
 from d3s_megatron.checkpointing import MANIFEST, Progress, newest_whole, root_of, unfinished, why_broken
 from d3s_megatron.config import RunConfig
-from d3s_megatron.report.run_log import LOG_FILE
+from d3s_megatron.report.log_file import LOG_FILE, SUMMARY_FILE
 from d3s_megatron.types import Prompt
-
-SUMMARY_FILE = "summary.json"  # written last, so it says that the run is complete
 
 # What may differ without a word, and what decides which prompts come when.
 SILENT = ("train.output_dir", "train.overwrite", "checkpoint.", "audit.", "report.", "probe.", "watch.", "launch.")

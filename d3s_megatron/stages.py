@@ -14,13 +14,13 @@ from d3s_megatron.actor.megatron_actor import MegatronActor, UpdateResult
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.loss_batch import StepTensors
+from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.algorithms.normalization import token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe
 from d3s_megatron.algorithms.rollout_correction import correction
 from d3s_megatron.algorithms.schedules import Amounts
 from d3s_megatron.evaluate import rank_share
-from d3s_megatron.rewards import Reward
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
 from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores, Verdict
 
@@ -39,11 +39,6 @@ def generate(
     mine = [prompts[i] for i in share]
     requests = make_requests(mine, num_samples, seed, step, first_group=share.start)
     return engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
-
-
-def grade(rollouts: Sequence[Rollout], reward: Reward) -> list[Verdict]:
-    """Stage 3: what the reward says of this rank's rollouts."""
-    return reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
 
 
 def judge(
@@ -108,21 +103,32 @@ def score(batch: Batch, actor: MegatronActor, with_reference: bool = True) -> Ba
     return replace(batch, scores=tuple(scores[: len(batch.samples)]))
 
 
-def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> None:
+def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
+    """How far the trainer's log-probs are from the rollout engine's, over the scored tokens of all ranks; nats."""
+    reduce = data_parallel_reduce(layout)
+    zero = torch.zeros(0)
+    old = torch.cat([zero, *(s.old_log_probs for s in batch.scores)]).double()
+    rollout = torch.cat([zero, *(torch.tensor(s.rollout_log_probs) for s in batch.samples)]).double()
+    diff = old - rollout
+    k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)
+    sums = torch.stack([torch.tensor(float(len(diff)), dtype=torch.float64), diff.abs().sum(), k3.sum()])
+    num, mismatch, mismatch_kl = reduce(sums, "sum").tolist()
+    worst = torch.cat([diff.abs(), torch.zeros(1, dtype=torch.float64)]).max()[None]
+    return {
+        "mismatch_mean": mismatch / max(1.0, num),
+        "mismatch_max": float(reduce(worst, "max")),
+        "mismatch_kl": mismatch_kl / max(1.0, num),
+    }
+
+
+def check_mismatch(mismatch: float, limit: float, step: int) -> None:
     """RuntimeError where trainer and engine differ by more than `limit` nats a token on average; 0 never looks.
 
     Every rollout is a probe of the last weight sync: it is looked at before it trains anything (fault G04).
     """
-    if not limit:
-        return
-    sums = torch.zeros(2, dtype=torch.float64)
-    for score, sample in zip(batch.scores, batch.samples, strict=True):
-        sums[0] += (score.old_log_probs.cpu().double() - torch.tensor(sample.rollout_log_probs)).abs().sum()
-        sums[1] += len(sample.rollout_log_probs)
-    total, num = data_parallel_reduce(layout)(sums, "sum").tolist()
-    if not total <= limit * num:
+    if limit and not mismatch <= limit:
         raise RuntimeError(
-            f"step {step + 1}: log-probs of trainer and rollout engine differ by {total / num:.3g} nats a token, above "
+            f"step {step + 1}: log-probs of trainer and rollout engine differ by {mismatch:.3g} nats a token, above "
             f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
             "way (rollout.top_p, top_k, dtype), or is behind by too large a step (rollout.ahead, optimizer.lr)"
         )
@@ -221,34 +227,18 @@ def reselect_tokens(actor: MegatronActor, select):
 
 def token_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     """What scoring and token selection say of the batch, over all ranks."""
-    reduce = data_parallel_reduce(layout)
     zero = torch.zeros(0)
     entropy = torch.cat([zero, *(s.entropy for s in batch.scores)]).double()
-    old = torch.cat([zero, *(s.old_log_probs for s in batch.scores)]).double()
-    rollout = torch.cat([zero, *(torch.tensor(s.rollout_log_probs) for s in batch.samples)]).double()
     keep = torch.cat([zero.bool(), *batch.keep])
-    diff = old - rollout
-    sums = torch.stack(
-        [
-            torch.tensor(float(len(entropy)), dtype=torch.float64),
-            keep.sum().double(),
-            entropy.sum(),
-            entropy[keep].sum(),
-            diff.abs().sum(),
-            (torch.expm1(diff) - diff).sum(),  # k3 of KL(rollout || trainer)
-        ]
-    )
-    num, num_kept, all_entropy, kept_entropy, mismatch, mismatch_kl = reduce(sums, "sum").tolist()
-    worst = torch.cat([diff.abs(), torch.zeros(1, dtype=torch.float64)]).max()[None]
+    num = torch.tensor(float(len(entropy)), dtype=torch.float64)
+    sums = torch.stack([num, keep.sum().double(), entropy.sum(), entropy[keep].sum()])
+    num, num_kept, all_entropy, kept_entropy = data_parallel_reduce(layout)(sums, "sum").tolist()
     return {
         "num_scored_tokens": int(num),
         "num_kept_tokens": int(num_kept),
         "kept_token_share": num_kept / max(1.0, num),
         "entropy": all_entropy / max(1.0, num),
         "entropy_kept": kept_entropy / max(1.0, num_kept),
-        "mismatch_mean": mismatch / max(1.0, num),
-        "mismatch_max": float(reduce(worst, "max")),
-        "mismatch_kl": mismatch_kl / max(1.0, num),
     }
 
 
@@ -276,3 +266,20 @@ def update_metrics(results: Sequence[UpdateResult], has_reference: bool) -> dict
             "grad_norm": sum(norms) / len(norms) if norms else float("nan"),
         }
     )
+
+
+def step_metrics(
+    amounts: Amounts,
+    judged: Experience,
+    selected: Experience,
+    batch: Batch,
+    mismatch: dict[str, float],
+    updates: Sequence[UpdateResult],
+    recipe: Recipe,
+    loss: PolicyLoss,
+    layout: Layout,
+) -> dict[str, float]:
+    """What the log says of a step, but for its times and verdict counts; a collective over all ranks."""
+    row = {"step": judged.step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
+    row |= selection_metrics(judged, selected, recipe.advantages_of_all(judged))
+    return row | token_metrics(batch, layout) | mismatch | update_metrics(updates, loss.kl_beta > 0)

@@ -22,7 +22,6 @@ from d3s_megatron import stages
 from d3s_megatron.actor.parallel import gather_rows, shutdown
 from d3s_megatron.ahead import RolloutSource
 from d3s_megatron.algorithms import recipes
-from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.audit.gather import StepRecord
 from d3s_megatron.build import Parts, build, preflight
 from d3s_megatron.checkpointing import Progress
@@ -30,9 +29,11 @@ from d3s_megatron.config import RunConfig, fail, parse_config
 from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
 from d3s_megatron.probe import probe
+from d3s_megatron.report.log_file import LOG_FILE, SUMMARY_FILE, read_log
 from d3s_megatron.report.plot import plot_run
-from d3s_megatron.report.run_log import LOG_FILE, RunLog, StageClock, read_log
-from d3s_megatron.resume import SUMMARY_FILE, find_start, with_start
+from d3s_megatron.report.run_log import RunLog, StageClock
+from d3s_megatron.resume import find_start, with_start
+from d3s_megatron.rewards import grade_rollouts
 from d3s_megatron.types import Rollout
 
 
@@ -51,7 +52,7 @@ def train(parts: Parts) -> Progress:
         with clock("rollout"):
             rollouts, staleness = source.take(step)
         with clock("reward"):
-            verdicts = stages.grade(rollouts, parts.reward)
+            verdicts = grade_rollouts(parts.reward, rollouts)
             judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
@@ -59,7 +60,8 @@ def train(parts: Parts) -> Progress:
             batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all)
         with clock("score"):
             batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
-            stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
+            mismatch = stages.mismatch_metrics(batch, layout)
+            stages.check_mismatch(mismatch["mismatch_mean"], config.rollout.max_mismatch, step)
         with clock("tokens"):
             select = partial(
                 stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
@@ -82,10 +84,8 @@ def train(parts: Parts) -> Progress:
             if stepped:
                 source.sync(parts.actor.weights())
 
-        row = {"step": step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
-        row |= {"staleness": staleness}
-        row |= selection_metrics(judged, selected, parts.recipe.advantages_of_all(judged))
-        row |= stages.token_metrics(batch, layout) | stages.update_metrics(updates, parts.loss.kl_beta > 0)
+        row = stages.step_metrics(amounts, judged, selected, batch, mismatch, updates, parts.recipe, parts.loss, layout)
+        row["staleness"] = staleness
         with clock("audit"):
             record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
             parts.audit.step(record, row, parts.actor)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
+from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, RolloutEngine, Sampling, make_requests
 from d3s_megatron.rollout.serve import make_engine
 from d3s_megatron.rollout.server_engine import ServerEngine
@@ -84,7 +84,7 @@ def engine_of(kind: str, model: Path, config: RolloutConfig, args: argparse.Name
 def measure(engine: RolloutEngine, model: Path, args: argparse.Namespace) -> tuple[float, float, int]:
     """(tokens per second, seconds of a weight sync, bytes of the weights), each the best of `args.repeats`."""
     source, shape = HFFolder(model), read_shape(model)
-    weights = [(name, source.get_slice(name)[:]) for name in expected_hf_names(shape)]
+    weights = list(source.tensors(shape))
     generator = torch.Generator().manual_seed(1)
     prompts = [
         Prompt(str(i), "", tuple(torch.randint(1, args.vocab, (args.prompt,), generator=generator).tolist()), "")

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from d3s_megatron.ablate.__main__ import main as ablate
-from d3s_megatron.ablate.results import over_seeds, paired, read_all, read_rows
+from d3s_megatron.ablate.results import over_seeds, paired, read_all
 from d3s_megatron.ablate.runs import Comparison, Run, prepare_start
 from d3s_megatron.config import RunConfig, parse_config
 from d3s_megatron.data import PromptOrder, load_problems
+from d3s_megatron.report.log_file import LOG_FILE, read_log
 
 WORKER = Path(__file__).resolve().with_name("trl_grpo.py")
 CONFIG = WORKER.parent.parent / "examples" / "arithmetic" / "ablation.yaml"
@@ -116,7 +117,7 @@ def speed(args: argparse.Namespace, comparison: Comparison, num_processes: int) 
             else:
                 run += ["--data.eval_path", "", "--train.output_dir", str(folder), "--train.overwrite", "true"]
                 launch(sys.executable, ["-m", "d3s_megatron.train", *run], num_processes, folder)
-            rows = [row for row in read_rows(folder / "log.jsonl") if "progress" in row]
+            rows = [row for row in read_log(folder / LOG_FILE) if "progress" in row]
             found.setdefault(name, []).extend(row["time/step"] for row in rows[WARM_STEPS:])
     return {name: statistics.fmean(seconds) for name, seconds in found.items()}
 

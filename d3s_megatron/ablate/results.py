@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from bisect import bisect_left
@@ -10,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from d3s_megatron.report.log_file import LOG_FILE, SUMMARY_FILE, read_log
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -85,15 +86,9 @@ class RunCurve:
         return self.axes[axis][-1] if self.axes[axis] else 0.0
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log, also of a run that goes on."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
 def read_run(folder: Path, algorithm: str, seed: int, clock: str = "time/step") -> RunCurve:
     """A run from its log; `clock` names the seconds of a step: time/step (wall) or time/cpu (processor)."""
-    rows = read_rows(folder / "log.jsonl")
+    rows = read_log(folder / LOG_FILE)
     steps = [row for row in rows if "progress" in row]
     spent_tokens, spent_seconds = [0.0], [0.0]  # after so many steps
     for row in steps:
@@ -110,7 +105,7 @@ def read_run(folder: Path, algorithm: str, seed: int, clock: str = "time/step") 
         },
         tuple(evaluations),
         tuple(steps),
-        (folder / "summary.json").exists(),
+        (folder / SUMMARY_FILE).exists(),
     )
 
 
@@ -120,7 +115,7 @@ def read_all(out: Path, algorithms: Sequence[str], seeds: Sequence[int], clock: 
         read_run(folder, algorithm, seed, clock)
         for algorithm in algorithms
         for seed in seeds
-        if ((folder := out / algorithm / f"seed-{seed}") / "log.jsonl").exists()
+        if ((folder := out / algorithm / f"seed-{seed}") / LOG_FILE).exists()
     ]
     return [curve for curve in curves if curve.evaluations]
 

@@ -10,7 +10,6 @@ where it has none.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,9 @@ from typing import Any
 
 import yaml
 
-SUMMARY_FILE = "summary.json"
+from d3s_megatron.launch import own_environment
+from d3s_megatron.report.log_file import LOG_FILE, SUMMARY_FILE
+
 START_FILE = "start.yaml"
 SETTINGS_FILE = "comparison.yaml"
 POLL_SECONDS = 0.2
@@ -99,7 +100,7 @@ class Run:
         arguments += whole.overrides
         own = {"algorithm.name": self.algorithm, "train.seed": self.seed, "train.output_dir": self.folder}
         arguments += [part for key, value in own.items() for part in (f"--{key}", str(value))]
-        if (self.folder / "log.jsonl").exists() and not any((self.folder / "checkpoints").glob("step-*")):
+        if (self.folder / LOG_FILE).exists() and not any((self.folder / "checkpoints").glob("step-*")):
             arguments += ["--train.overwrite", "true"]  # cut short before its first checkpoint
         return arguments
 
@@ -120,19 +121,9 @@ def prepare_start(comparison: Comparison, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(comparison.start), "--seed", str(seed), "--out", str(folder)]
     with (folder / "output.txt").open("w") as output:
-        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, env=own_environment())
     if not (folder / START_FILE).exists():
         raise ValueError(f"{comparison.start} wrote no {START_FILE} to {folder}: a YAML file for d3s_megatron.train")
-
-
-# This process's place in a job, if it has one: a run is a job of its own.
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def _environment() -> dict[str, str]:
-    """One thread a process unless the caller says otherwise: runs side by side share the cores."""
-    own = {name: value for name, value in os.environ.items() if name not in PLACE}
-    return {"OMP_NUM_THREADS": "1"} | own
 
 
 @dataclass
@@ -194,7 +185,7 @@ def _begin(run: Run) -> subprocess.Popen:
     with (run.folder / "output.txt").open("a") as output:
         # A session of its own: Ctrl-C reaches the run through us alone, once, and it saves.
         return subprocess.Popen(
-            run.command(), stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            run.command(), stdout=output, stderr=subprocess.STDOUT, env=own_environment(), start_new_session=True
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d3s_megatron.ablate.results import AXES, Axis, Interval, RunCurve, over_seeds, paired
+from d3s_megatron.report.text import in_columns
 
 HEADINGS = {"step": "{} steps", "tokens": "{} tokens", "seconds": "{} s"}
 TITLES = {
@@ -32,12 +33,7 @@ class Table:
 
     def as_text(self) -> str:
         """In columns, for the terminal."""
-        widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
-        lines = [
-            "  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths)))  # noqa: B905
-            for row in (self.headings, *self.rows)
-        ]
-        return "\n".join([self.title, *(line.rstrip() for line in lines)]) + "\n"
+        return f"{self.title}\n{in_columns((self.headings, *self.rows))}\n"
 
 
 @dataclass(frozen=True)

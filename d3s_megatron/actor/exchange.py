@@ -46,7 +46,7 @@ def share_out(
         torch.bincount(source, experience.lengths[uids[incoming]].double(), len(tables)).long().tolist(),
         layout,
     )
-    samples: list[list[tuple[int, Sample]]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
+    samples: list[list[Sample]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
     at, done = 0, 0
     for uid, prompt, total, part in zip(
         *(column[incoming].tolist() for column in (uids, prompts, whole, minibatch)), strict=True
@@ -59,9 +59,9 @@ def share_out(
             rollout_log_probs=tuple(log_probs[done : done + total - prompt].tolist()),
             advantage=float(experience.advantages[uid]),
         )
-        samples[part].append((uid, sample))
+        samples[part].append(sample)
         at, done = at + total, done + total - prompt
-    return [[sample for _, sample in sorted(part, key=lambda pair: pair[0])] for part in samples]
+    return [sorted(part, key=lambda sample: sample.uid) for part in samples]
 
 
 def plan_shares(

@@ -132,7 +132,7 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
 
 
 def block_spec(
-    shape: ModelShape, config: TransformerConfig, chunk: int | None, attention: type = PackedDotProductAttention
+    shape: ModelShape, config: TransformerConfig, chunk: int | None, attention: type
 ) -> TransformerBlockSubmodules:
     """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,9 @@ from d3s_megatron.audit.gather import STATUS_NAMES, Gathered, StepRecord, gather
 from d3s_megatron.audit.pieces import Pieces, clean
 from d3s_megatron.audit.reasons import reasons
 from d3s_megatron.audit.rollouts import save_rollouts
+from d3s_megatron.checkpointing import steps_of
 from d3s_megatron.config import RunConfig
+from d3s_megatron.report.log_file import json_value
 from d3s_megatron.types import Experience
 
 
@@ -97,7 +98,7 @@ class Audit:
         if self._settings.rollouts != "recent" or self._layout.rank:
             return 0
         kept = sorted((self._run / "checkpoints").glob("step-*"))
-        return int(kept[0].name.removeprefix("step-")) if kept else 0
+        return steps_of(kept[0]) if kept else 0
 
     def _decoder(self) -> Pieces:
         if self._pieces is None:
@@ -160,15 +161,11 @@ def step_meta(
     record: StepRecord, gathered: Gathered, why: tuple[list[str], Tensor], row: Mapping[str, Any], shown: list[int]
 ) -> dict[str, Any]:
     """The JSON record of a step: log row, score histogram (bins of files.HISTOGRAM_EDGES), threshold, checksums."""
-
-    def finite(value: Any) -> Any:
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     counts = torch.bincount(why[1], minlength=len(why[0]))
     prompts = {group: record.prompts[group] for group in shown}
     return {
         "step": record.judged.step,
-        "row": {name: finite(value) for name, value in row.items()},
+        "row": {name: json_value(value) for name, value in row.items()},
         "reasons": {name: num for name, num in zip(why[0], counts.tolist(), strict=True) if num},
         "histogram": {"all": gathered.histogram[0].tolist(), "kept": gathered.histogram[1].tolist()},
         "threshold": gathered.threshold,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ class HFFolder:
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_slice(name)
+
+    def tensors(self, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every weight of the model, read one at a time."""
+        return ((name, self.get_slice(name)[:]) for name in expected_hf_names(shape))
 
     def check(self, shape: ModelShape) -> None:
         """ValueError naming every tensor that is missing, left over or of the wrong shape for this model.

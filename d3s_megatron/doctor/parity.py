@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from d3s_megatron.doctor.layouts import NamedLayout, parse_layout
 from d3s_megatron.doctor.plain import plain_update
 from d3s_megatron.doctor.tiny import tiny_model
 from d3s_megatron.doctor.update import Job, write_jobs
+from d3s_megatron.launch import own_environment
 
 SINGLE = "single"  # what every layout is compared with; it packs all it has into one row
 SMALL_ROWS = {"max_tokens_per_microbatch": 48}  # layouts have several, so that pipelines fill and sums are split
@@ -31,9 +31,7 @@ def launch(arguments: Sequence[str], num_processes: int) -> subprocess.Completed
     command = [sys.executable]
     if num_processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env.setdefault("OMP_NUM_THREADS", "1")
-    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([*command, *arguments], env=own_environment(), capture_output=True, text=True, check=False)
 
 
 def run_jobs(jobs: Mapping[str, tuple[int, Job]], folder: Path) -> dict[str, dict[str, Any]]:

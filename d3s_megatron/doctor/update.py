@@ -23,6 +23,7 @@ from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, init_paral
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.recipes import amounts, make_loss, make_recipe
 from d3s_megatron.doctor.faults import injected
+from d3s_megatron.rewards import grade_rollouts
 from d3s_megatron.rollout import Sampling
 from d3s_megatron.types import Prompt, Request, Rollout, Verdict
 
@@ -99,7 +100,7 @@ def one_update(job: Job) -> dict[str, Any]:
     actor = MegatronActor(job.model, config, optimizer, layout, TEMPERATURE, STEPS, with_reference=loss.kl_beta > 0)
     vocab_size = actor.shape.vocab_size
     rollouts = stages.generate(FixedEngine(vocab_size), prompts(vocab_size), GROUP, Sampling(), 5, 0, layout)
-    judged = stages.judge(rollouts, stages.grade(rollouts, FixedReward()), "wrong", 5, 0, layout)
+    judged = stages.judge(rollouts, grade_rollouts(FixedReward(), rollouts), "wrong", 5, 0, layout)
     chosen = amounts(algorithm, 0, STEPS)
     selected = recipe.apply(judged, chosen.num_kept)
     score_all = not actor.config.select_before_scoring

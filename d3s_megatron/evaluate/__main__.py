@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,11 +30,11 @@ from d3s_megatron.evaluate.generations import FOLDER as GENERATIONS
 from d3s_megatron.evaluate.grading import FOLDER as GRADED
 from d3s_megatron.evaluate.summary import Evaluation
 from d3s_megatron.evaluate.tables import CSV_FILE, REPORT_FILE, screen
+from d3s_megatron.launch import say_error
 from d3s_megatron.rewards import RewardConfig
 from d3s_megatron.rollout import Sampling
 
 CHUNKS = {"transformers": 1, "vllm": 8}  # batches in a chunk: vLLM refills its batch, and idles at a chunk's end
-SECONDS_TO_SAY_IT = 5.0
 BATCH = {"transformers": 64, "vllm": 256}
 
 
@@ -220,10 +219,7 @@ def main(argv: Sequence[str]) -> int:
         rewards.setLevel(logging.ERROR)  # whole sets may go unsolved; the table says it
         return _run(options)
     except (ValueError, OSError) as wrong:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {as_options(str(wrong))}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(SECONDS_TO_SAY_IT)  # torchrun ends every process as soon as one has ended
+        say_error(as_options(str(wrong)))
         return 2
     except KeyboardInterrupt:
         _say("\ninterrupted; the same command goes on from the last chunk that was written")

@@ -5,14 +5,30 @@ Read from third-party notes that reprint its tables, not from the paper itself; 
 
 from __future__ import annotations
 
+import math
+
 SETS = ("aime24", "aime25", "amc23", "gsm8k", "math500", "minerva", "olympiadbench")
 
 Pair = tuple[float, float] | None  # (Pass@1, Pass@8)
 
 
+def text_of(cell: Pair) -> str:
+    """A cell of the table: both numbers, the first where the second is not known (NaN), nothing where neither is."""
+    if cell is None:
+        return ""
+    return " / ".join(f"{value:.1f}" if math.isfinite(value) else "" for value in cell).rstrip(" /")
+
+
+def _cell(text: str) -> Pair:
+    if text == "?":
+        return None
+    one, eight = map(float, text.split("/"))
+    return one, eight
+
+
 def _row(cells: str, average: Pair) -> tuple[Pair, ...]:
-    pairs = [None if cell == "?" else tuple(map(float, cell.split("/"))) for cell in cells.split()]
-    return (*(pairs or [None] * len(SETS)), average)  # type: ignore[return-value]
+    pairs = [_cell(cell) for cell in cells.split()] or [None] * len(SETS)
+    return (*pairs, average)
 
 
 # One value for each of SETS, then the average.

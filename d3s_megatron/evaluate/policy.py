@@ -10,7 +10,7 @@ from torch import Tensor
 
 from d3s_megatron.evaluate.grading import answer_of
 from d3s_megatron.evaluate.summary import Answer, Evaluation, PassKind, summarise
-from d3s_megatron.rewards import STATUSES, Reward, RewardConfig
+from d3s_megatron.rewards import STATUSES, Reward, RewardConfig, grade_rollouts
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
 from d3s_megatron.types import Prompt
 
@@ -44,7 +44,7 @@ def evaluate_policy(
     mine = [prompts[i] for i in share]
     requests = make_requests(mine, num_samples, seed, EVAL_STEP, first_group=share.start)
     rollouts = engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
-    verdicts = reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
+    verdicts = grade_rollouts(reward, rollouts)
     answers = [
         answer_of(r.text, len(r.token_ids), r.finish_reason == "length", v, rewards or RewardConfig())
         for r, v in zip(rollouts, verdicts, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from d3s_megatron.evaluate import paper
 from d3s_megatron.evaluate.estimators import Estimate
 from d3s_megatron.evaluate.generations import write_whole
 from d3s_megatron.evaluate.summary import Evaluation, average
+from d3s_megatron.report.text import in_columns
 
 CSV_FILE, REPORT_FILE = "summary.csv", "report.md"
 AVERAGE = "average"
@@ -54,23 +56,19 @@ def table(evaluations: Sequence[Evaluation]) -> Rows:
 def beside_paper(evaluations: Sequence[Evaluation], model: str) -> Rows:
     """The paper's rows, then ours; a set stands here only where all its problems were asked."""
     rows = [["Pass@1 / Pass@8, %", *paper.SETS, AVERAGE]]
-    rows += [[name, *map(_pair, cells)] for name, cells in paper.RESULTS.items()]
+    rows += [[name, *map(paper.text_of, cells)] for name, cells in paper.RESULTS.items()]
     whole = {one.name: one for one in evaluations if one.num_problems == NUM_PROBLEMS.get(one.name)}
     ours = [_columns(whole[name]) if name in whole else None for name in paper.SETS]
     ours.append(average([whole[name] for name in paper.SETS]) if len(whole) == len(paper.SETS) else None)
-    rows.append([f"**{model}, here**", *map(_our_pair, ours)])
+    rows.append([f"**{model}, here**", *(paper.text_of(_our_pair(found)) for found in ours)])
     return rows
 
 
-def _pair(cell: paper.Pair) -> str:
-    return "" if cell is None else f"{cell[0]:.1f} / {cell[1]:.1f}"
-
-
-def _our_pair(found: Mapping[str, Estimate] | None) -> str:
+def _our_pair(found: Mapping[str, Estimate] | None) -> paper.Pair:
     if found is None:
-        return ""
-    eight = f"{100 * found['pass@8'].value:.1f}" if "pass@8" in found else ""
-    return f"{100 * found['pass@1'].value:.1f} / {eight}".rstrip(" /")
+        return None
+    one, eight = (100 * found[name].value if name in found else math.nan for name in ("pass@1", "pass@8"))
+    return one, eight
 
 
 def _columns(one: Evaluation) -> dict[str, Estimate]:
@@ -86,17 +84,7 @@ def screen(evaluations: Sequence[Evaluation]) -> str:
     rows = table(evaluations)
     first_count = rows[0].index("tokens")
     counts = [[row[0], *row[first_count:]] for row in rows if row[0] != AVERAGE]
-    return as_text([row[:first_count] for row in rows]) + "\n\n" + as_text(counts)
-
-
-def as_text(rows: Rows) -> str:
-    """Columns under one another."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return in_columns([row[:first_count] for row in rows]) + "\n\n" + in_columns(counts)
 
 
 def as_markdown(rows: Rows) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d3s_megatron.report.collect import Skipped, collect
+from d3s_megatron.report.log_file import LOG_FILE
 from d3s_megatron.report.page import make_page
-from d3s_megatron.report.run_log import LOG_FILE
 
 TOKENS = 150_000  # about 4 MB of page
 

@@ -15,8 +15,8 @@ import yaml
 from d3s_megatron.audit.files import AUDIT, HISTOGRAM_EDGES, AuditFile, files_of, read_audit, read_meta, step_of
 from d3s_megatron.data.sets import NUM_PROBLEMS
 from d3s_megatron.evaluate import paper
+from d3s_megatron.report.log_file import LOG_FILE
 from d3s_megatron.report.panels import PANELS, SERIES
-from d3s_megatron.report.run_log import LOG_FILE
 from d3s_megatron.report.thin import MOST_POINTS, spread, thin
 from d3s_megatron.report.trackers import flat
 
@@ -224,7 +224,7 @@ def paper_table(folders: Mapping[str, Path]) -> dict[str, Any]:
 
     A cell is empty where no number is known; ours only stand where all problems of a set were asked.
     """
-    rows = [[name, *map(_pair, cells)] for name, cells in paper.RESULTS.items()]
+    rows = [[name, *map(paper.text_of, cells)] for name, cells in paper.RESULTS.items()]
     ours = []
     for name, folder in folders.items():
         for path in sorted([*folder.glob("summary.csv"), *folder.glob("*/summary.csv")]):
@@ -232,19 +232,13 @@ def paper_table(folders: Mapping[str, Path]) -> dict[str, Any]:
                 found = {row["set"]: row for row in csv.DictReader(file)}
             whole = [row for n in paper.SETS if (row := found.get(n)) and int(row["num_problems"]) == NUM_PROBLEMS[n]]
             pairs = {row["set"]: tuple(float(row.get(f"pass@{k}") or "nan") * 100 for k in (1, 8)) for row in whole}
-            cells = [_pair(pairs.get(n)) for n in paper.SETS]
+            cells = [paper.text_of(pairs.get(n)) for n in paper.SETS]
             average = tuple(sum(column) / len(pairs) for column in zip(*pairs.values(), strict=True)) if pairs else None
-            cells.append(_pair(average) if len(pairs) == len(paper.SETS) else "")
+            cells.append(paper.text_of(average) if len(pairs) == len(paper.SETS) else "")
             ours.append([name if path.parent == folder else f"{name}, {path.parent.name}", *cells])
     if not ours:
         ours = [[name, *[""] * (len(paper.SETS) + 1)] for name in folders]
     return {"columns": [*paper.SETS, "average"], "paper": rows, "ours": ours, "notes": list(paper.NOTES)}
-
-
-def _pair(cell: Sequence[float] | None) -> str:
-    if cell is None:
-        return ""
-    return " / ".join(f"{value:.1f}" if math.isfinite(value) else "" for value in cell).rstrip(" /")
 
 
 def collect(folders: Mapping[str, Path], most_tokens: int, skipped: Skipped) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from d3s_megatron.report.log_file import LOG_FILE, json_value
 from d3s_megatron.report.trackers import Trackers
 
 # (heading, width, format of a row of the log)
@@ -32,7 +32,6 @@ COLUMNS = (
     ("s/step", 7, lambda r: f"{r['time/step']:.2f}"),
 )
 HEADING_EVERY = 25
-LOG_FILE = "log.jsonl"
 
 
 class StageClock:
@@ -66,10 +65,6 @@ class StageClock:
         row = {f"time/{stage}": seconds for stage, seconds in self._stages.items()}
         row["time/step"] = time.perf_counter() - self._start
         return row | {"time/cpu": time.process_time() - self._cpu_start}
-
-
-def _json_value(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RunLog:
@@ -121,7 +116,7 @@ class RunLog:
             print(text, flush=True)
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({k: _json_value(v) for k, v in row.items()}) + "\n")
+        self._file.write(json.dumps({k: json_value(v) for k, v in row.items()}) + "\n")
         self._file.flush()
         for name, value in row.items():
             if isinstance(value, (int, float)) and name != "step":
@@ -156,9 +151,3 @@ def drop_later_rows(path: Path, num_steps_done: int, keep_last_evaluation: bool 
     beside = path.with_name(f".{path.name}.new")
     beside.write_text("".join(kept), encoding="utf-8")
     beside.replace(path)
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log.jsonl, in order."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from d3s_megatron.rewards.config import RewardConfig
     from d3s_megatron.rewards.extract import final_answer
     from d3s_megatron.rewards.golds import check_golds
-    from d3s_megatron.rewards.reward import STATUSES, Reward, make_reward
+    from d3s_megatron.rewards.reward import STATUSES, Reward, grade_rollouts, make_reward
 
 _HOMES = {
     "RewardConfig": "config",
@@ -22,10 +22,11 @@ _HOMES = {
     "check_golds": "golds",
     "STATUSES": "reward",
     "Reward": "reward",
+    "grade_rollouts": "reward",
     "make_reward": "reward",
 }
 
-__all__ = ["STATUSES", "Reward", "RewardConfig", "check_golds", "final_answer", "make_reward"]
+__all__ = ["STATUSES", "Reward", "RewardConfig", "check_golds", "final_answer", "grade_rollouts", "make_reward"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Self
 
 from d3s_megatron.rewards.config import RewardConfig
 from d3s_megatron.rewards.pool import WorkerPool
-from d3s_megatron.types import Verdict
+from d3s_megatron.types import Rollout, Verdict
 
 STATUSES = ("right", "wrong", "no_answer", "unparsable_gold", "timeout", "crash")
 MATH_JUDGE = "d3s_megatron.rewards.math_judge:judge"
@@ -55,6 +55,11 @@ class Reward:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def grade_rollouts(reward: Reward, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    """One verdict a rollout, in order; nothing is asked where there is none."""
+    return reward.grade([(r.text, r.request.prompt.answer) for r in rollouts]) if rollouts else []
 
 
 class ExactReward(Reward):

@@ -33,14 +33,13 @@ def join() -> int:
 
 
 class Leader:
-    """The engine of the first rank, as one that every rank runs; see `VllmEngine` for the methods."""
+    """The engine of the first rank, as one that every rank runs; see `VllmEngine` for the methods.
+
+    It has no `generate`: a server goes step by step.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.name = engine, f"{engine.name} on {dist.get_world_size()} ranks"
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """Not for a server, which goes step by step."""
-        raise NotImplementedError
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[str]:
         """Queues requests."""

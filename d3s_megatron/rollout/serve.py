@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
+from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import lockstep
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import RolloutEngine
@@ -128,8 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         source.check(self.server.shape)
 
         def stream():
-            for name in expected_hf_names(self.server.shape):
-                tensor = source.get_slice(name)[:]
+            for name, tensor in source.tensors(self.server.shape):
                 if str(tensor.dtype) != f"torch.{dtype}":
                     raise ValueError(f"weight {name!r} is {tensor.dtype} in {asked['folder']}, not {dtype}")
                 checksum.add(name, tensor.contiguous().reshape(-1))

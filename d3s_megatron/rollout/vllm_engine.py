@@ -82,8 +82,7 @@ class VllmEngine:
             load_format="dummy",
             hf_overrides={"tie_word_embeddings": False},
         )
-        source = HFFolder(folder)
-        self.load_weights((name, source.get_slice(name)[:]) for name in expected_hf_names(self._shape))
+        self.load_weights(HFFolder(folder).tensors(self._shape))
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout a request, in request order (contract in `engine.py`)."""

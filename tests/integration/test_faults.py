@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from builders import addition_file, tiny_model
 from helpers import ROOT, run_python
 from killed_save_worker import MOMENTS
 from test_resume import STEPS, assert_equal, flags, rows_of, train
@@ -20,12 +19,6 @@ from d3s_megatron.actor import checkpoint
 from d3s_megatron.actor.parallel import shutdown
 from d3s_megatron.checkpointing import newest_whole
 from d3s_megatron.report.run_log import RunLog
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,11 @@ import sys
 
 import pytest
 import yaml
-from builders import addition_file, tiny_model
 from helpers import ROOT
 from test_resume import flags, rows_of, train
 
 from d3s_megatron.actor.parallel import shutdown
 from d3s_megatron.launch import main, torchrun_command, what_is_wrong
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
 
 
 def arguments(**changes):

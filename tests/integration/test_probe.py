@@ -4,19 +4,13 @@ import json
 
 import pytest
 import torch
-from builders import addition_file, tiny_model, tiny_run
+from builders import tiny_run
 from helpers import run_python
 from safetensors.torch import load_file
 
 from d3s_megatron.train import main
 
 PROBE = ("--probe.every", "2", "--probe.responses", "16", "--train.steps", "4")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
 
 
 def flags(inputs, out, *extra):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from builders import addition_file, tiny_model, tiny_run
+from builders import tiny_run
 from helpers import run_python
 
 from d3s_megatron.audit import read_audit
@@ -19,12 +19,6 @@ EVERY = {"checkpoint.every": 3, "audit.tokens_every": 2, "algorithm.drop_zero": 
 def flags(inputs, out, **changes):
     settings = tiny_run(*inputs, out, STEPS) | EVERY | changes
     return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
 
 
 @pytest.fixture(scope="module")

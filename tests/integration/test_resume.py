@@ -19,12 +19,6 @@ from d3s_megatron.train import main
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
-
-
 def flags(inputs, out, **changes):
     model, data = inputs
     settings = tiny_run(model, data, out, STEPS) | {"optimizer.lr_schedule": "linear", "checkpoint.every": 2}

@@ -5,19 +5,13 @@ import math
 
 import pytest
 import torch
-from builders import addition_file, tiny_model, tiny_run
+from builders import tiny_run
 from helpers import run_python
 from safetensors.torch import load_file
 
 from d3s_megatron.train import main
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    return tiny_model(folder / "model"), addition_file(folder / "train.jsonl")
 
 
 def train(inputs, out, *extra, num_processes=1):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from d3s_megatron.evaluate.config import Scoring, fingerprint, recommended_sampling
 from d3s_megatron.evaluate.generations import Generation, Generations, digest, read_rows
 from d3s_megatron.evaluate.summary import Answer, summarise
-from d3s_megatron.evaluate.tables import as_csv, as_text, beside_paper, table
+from d3s_megatron.evaluate.tables import as_csv, beside_paper, table
 from d3s_megatron.evaluate.work import check_done, pending, seed_of
+from d3s_megatron.report.text import in_columns
 from d3s_megatron.types import Prompt
 
 PROMPTS = [Prompt(f"p{i}", f"{i}+1=", (1, 2), str(i + 1)) for i in range(5)]
@@ -132,7 +133,7 @@ def test_tables_of_sets_with_unequal_samples():
     assert rows[0][:6] == ["set", "problems", "answers", "pass@1", "pass@8", "maj@8"]
     assert rows[2][:6] == ["b", "3", "4", "25.0 [25.0, 25.0]", "", ""]
     assert rows[3][:6] == ["average", "", "", "18.8 [18.8, 18.8]", "", ""]
-    lines = as_text(rows).splitlines()
+    lines = in_columns(rows).splitlines()
     assert len(lines) == 4 and lines[0].index("pass@1") + len("pass@1") == lines[1].index("]") + 1
     header, first, second = as_csv([evaluation("a", 2), evaluation("b", 3, 4)]).splitlines()
     assert header.startswith("set,num_problems,num_samples,pass@1,pass@1_low,pass@1_high,pass@8")

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 
 from vllm_servers import MAX_MODEL_LEN, ServerProcess, addresses  # noqa: E402
 
-from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape  # noqa: E402
+from d3s_megatron.convert import HFFolder, read_shape  # noqa: E402
 from d3s_megatron.rollout import RolloutConfig, Sampling, make_requests  # noqa: E402
 from d3s_megatron.rollout.client import Client  # noqa: E402
 from d3s_megatron.rollout.server_engine import ServerEngine  # noqa: E402
@@ -47,7 +47,7 @@ def engine_of(model, servers):
     config = RolloutConfig(engine="server", servers=addresses(servers), max_batch_size=32)
     engine = ServerEngine(model, replace(config, server_patience=1), MAX_MODEL_LEN)
     source = HFFolder(model)
-    engine.load_weights((name, source.get_slice(name)[:]) for name in expected_hf_names(read_shape(model)))
+    engine.load_weights(source.tensors(read_shape(model)))
     return engine
 
 

@@ -37,8 +37,7 @@ def import_job(
     layout = lay_out(shape, dtype or shape.dtype, tp, pp, vpp, vocab_multiple)
 
     def finish(partial: Path) -> None:
-        (partial / COMPANIONS).mkdir(exist_ok=True)
-        copy_companions(source, partial / COMPANIONS, dtype or shape.dtype)
+        put_companions(source, partial, dtype or shape.dtype)
         layout.write_small_files(partial)
 
     tasks = plan(hf_blocks(folder, shape), layout.blocks)
@@ -77,6 +76,12 @@ def export_job(
 
     sources = checkpoint.blocks(shape)
     return Job(Path(out), sizes, frames, plan(sources, targets), finish, sorted({block.file for block in sources}))
+
+
+def put_companions(source: str | Path, checkpoint: Path, dtype: torch.dtype) -> None:
+    """Keep a model folder's config, tokenizer and template files in a checkpoint: an export needs nothing else then."""
+    (checkpoint / COMPANIONS).mkdir(exist_ok=True)
+    copy_companions(source, checkpoint / COMPANIONS, dtype)
 
 
 def companions_of(checkpoint: DistCheckpoint, given: str | Path | None = None) -> Path:

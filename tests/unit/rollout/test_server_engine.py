@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from d3s_megatron.convert import HFFolder, expected_hf_names, read_shape
+from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, Sampling
 from d3s_megatron.rollout.dispatch import NoServerLeft
 from d3s_megatron.rollout.serve import Server
@@ -19,7 +19,7 @@ CONFIG = RolloutConfig(server_patience=0.1, server_timeout=30)
 
 def weights(folder):
     source = HFFolder(folder)
-    return [(name, source.get_slice(name)[:]) for name in expected_hf_names(read_shape(folder))]
+    return list(source.tensors(read_shape(folder)))
 
 
 @pytest.fixture

@@ -5,7 +5,12 @@ positions restart at 0. megatron-core's own CPU attention knows no packing; here
 as small rectangles (`blocks`), torch's scaled_dot_product_attention runs on each, and the result goes back into the
 row. Samples share a rectangle only if their lengths are within a factor of two, so at most half of it is padding.
 
-Shapes: T tokens of the row, h heads of this rank, g key/value groups of this rank, d head size.
+Under context parallelism a rank has queries of two chunks of every sample (context.py) and takes the keys and values
+of all ranks; a late chunk's mask is a tensor of its own, chunk x keys, kept once a row. Transformer Engine passes keys
+around in place of gathering them, and needs no such mask: for very long samples it is the better of the two.
+
+Shapes: T tokens of the row, of which this rank has T_own (all without context parallelism), h heads of this rank,
+g key/value groups of this rank, d head size, m samples of a rectangle.
 """
 
 from __future__ import annotations
@@ -14,50 +19,148 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+
+from d3s_megatron.actor.context import own_positions, parts_of, places
+
+
+@dataclass(frozen=True)
+class Block:
+    """Samples of similar length as one rectangle; index entries beyond a sample's end point at some other row."""
+
+    queries: Tensor  # [m, Lq] rows of this rank
+    keys: Tensor  # [m, Lk] rows of all ranks, end to end; those of this rank where there is no context parallelism
+    bias: Tensor | None  # [m or 1, 1, Lq, Lk] 0 where a query sees a key, else -inf; None where both start at 0
+
+    def to(self, device: torch.device) -> Block:
+        """The block on a device, rectangles that are one staying one."""
+        queries = self.queries.to(device)
+        keys = queries if self.keys is self.queries else self.keys.to(device)
+        return Block(queries, keys, None if self.bias is None else self.bias.to(device))
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
     """Borders of a packed row as megatron-core hands them from layer to layer, made by `pack_row`."""
 
-    position_ids: Tensor = field(default=None)  # [T]
-    blocks: tuple[Tensor, ...] = ()  # row indices [m, L] of each rectangle; those of padding point at row 0
-    source: Tensor = field(default=None)  # [T] where each row stands in the rectangles, laid end to end
+    position_ids: Tensor = field(default=None)  # [T_own]
+    blocks: tuple[Block, ...] = ()
+    source: Tensor = field(default=None)  # [T_own] where each row stands in the rectangles, laid end to end
 
 
-def pack_row(cu_seqlens: Tensor, position_ids: Tensor, device: torch.device) -> PackedRow:
-    """Row borders [n + 1] and positions [T] to what the layers need, on `device`."""
-    starts, lengths = cu_seqlens[:-1].tolist(), (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    groups: list[list[int]] = []
-    for i in order:
-        if groups and 2 * lengths[i] >= lengths[groups[-1][0]]:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    blocks, source, laid = [], torch.empty(sum(lengths), dtype=torch.int64), 0
-    for group in groups:
-        offsets = torch.arange(lengths[group[0]])
-        valid = offsets[None, :] < torch.tensor([lengths[i] for i in group])[:, None]
-        index = (torch.tensor([starts[i] for i in group])[:, None] + offsets[None, :]).masked_fill(~valid, 0)
-        source[index[valid]] = laid + valid.flatten().nonzero().flatten()
-        laid += valid.numel()
-        blocks.append(index.to(device))
+def pack_row(
+    cu_seqlens: Tensor,
+    position_ids: Tensor,
+    device: torch.device,
+    prefix: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> PackedRow:
+    """Borders of the segments [n + 1] and positions [T] of a whole row to what a rank's layers need, on `device`.
+
+    Args:
+        prefix: [n] the segment that each one continues, -1 for none (see TokenBatch).
+        dtype: that of queries and keys.
+        cp_rank, cp_size: which share of the row the rank holds (context.py); in shares, no segment continues another.
+    """
+    if cp_size == 1:
+        blocks, source = _blocks(cu_seqlens, prefix)
+    else:
+        assert prefix is None or (prefix < 0).all(), "prompts are not shared under context parallelism"
+        blocks, source = _blocks_of_share(cu_seqlens, dtype, cp_rank, cp_size)
+    longest = int(cu_seqlens.diff().max())
     return PackedRow(
         # Not "thd": megatron-core then leaves [T, 1, ...] and the rotary embedding below alone.
         qkv_format="sbhd",
         cu_seqlens_q=cu_seqlens.to(device),
         cu_seqlens_kv=cu_seqlens.to(device),
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        position_ids=position_ids.to(device),
-        blocks=tuple(blocks),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        position_ids=position_ids[own_positions(cu_seqlens, cp_rank, cp_size)].to(device),
+        blocks=tuple(block.to(device) for block in blocks),
         source=source.to(device),
     )
+
+
+def _blocks(cu_seqlens: Tensor, prefix: Tensor | None) -> tuple[list[Block], Tensor]:
+    """The rectangles of a whole row, and its `source`."""
+    num_rows = int(cu_seqlens[-1])
+    starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
+    prefix = torch.full_like(starts, -1) if prefix is None else prefix
+    # What attention sees is a segment behind the one that it continues; one that others continue is seen with them.
+    is_seen = torch.ones(len(starts), dtype=torch.bool)
+    is_seen[prefix[prefix >= 0]] = False
+    seen = is_seen.nonzero().flatten()
+    before = prefix[seen].clamp(min=0)
+    num_before = torch.where(prefix[seen] >= 0, lengths[before], 0)  # tokens of the segment that comes before
+    whole = num_before + lengths[seen]
+    longest_first = whole.argsort(descending=True, stable=True)
+    blocks, laid = [], 0
+    source = torch.full((num_rows,), torch.iinfo(torch.int64).max)
+    for group in _similar(whole[longest_first].tolist()):
+        members = longest_first[group]  # [m]
+        offsets = torch.arange(int(whole[members[0]]))[None, :]
+        shared, length = num_before[members][:, None], whole[members][:, None]
+        start = torch.where(offsets < shared, starts[before[members]][:, None], starts[seen[members]][:, None] - shared)
+        valid = offsets < length
+        keys = (start + offsets).masked_fill(~valid, 0)
+        # Of the places of a shared row the first one is read.
+        source.scatter_reduce_(0, keys[valid], laid + valid.flatten().nonzero().flatten(), "amin")
+        laid += valid.numel()
+        blocks.append(Block(keys, keys, None))
+    return blocks, source
+
+
+def _blocks_of_share(cu_seqlens: Tensor, dtype: torch.dtype, rank: int, size: int) -> tuple[list[Block], Tensor]:
+    """The rectangles of a rank's share of a row, a chunk's queries with all keys up to its end, and its `source`."""
+    starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
+    place = places(cu_seqlens, size)
+    longest_first = lengths.argsort(descending=True, stable=True)
+    blocks, laid, source = [], 0, torch.empty(len(place) // size, dtype=torch.int64)
+    for group in _similar(lengths[longest_first].tolist()):
+        members = longest_first[group]
+        first, chunk = starts[members], lengths[members] // (2 * size)  # [m] each
+        for order, part in enumerate(parts_of(rank, size)):
+            queries, real = _runs(first // size + order * chunk, chunk)
+            keys, _ = _runs(first, (part + 1) * chunk)
+            source[queries[real]] = laid + real.flatten().nonzero().flatten()
+            laid += real.numel()
+            bias = _late_bias(part * chunk, queries.shape[1], keys.shape[1], dtype) if part else None
+            blocks.append(Block(queries, place[keys], bias))
+    return blocks, source
+
+
+def _runs(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices [m, L] of runs of rows, 0 beyond their ends, and where they are real."""
+    offsets = torch.arange(int(lengths.max()))
+    real = offsets < lengths[:, None]
+    return (starts[:, None] + offsets).masked_fill(~real, 0), real
+
+
+def _late_bias(behind: Tensor, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """The bias of queries that stand behind the first `behind` [m] tokens of their samples; shared where all are one.
+
+    Query i sees keys 0 to behind + i, so what pads the rectangles of shorter samples is hidden as well.
+    """
+    if (behind == behind[0]).all():
+        behind = behind[:1]
+    hidden = torch.arange(num_keys) > behind[:, None, None] + torch.arange(num_queries)[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)[:, None]
+
+
+def _similar(descending: list[int]) -> list[slice]:
+    """Runs of lengths within a factor of two of their first one."""
+    slices, first = [], 0
+    for i, length in enumerate(descending):
+        if 2 * length < descending[first]:
+            slices.append(slice(first, i))
+            first = i
+    return [*slices, slice(first, len(descending))]
 
 
 class PackedDotProductAttention(MegatronModule):
@@ -69,25 +172,32 @@ class PackedDotProductAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [T, 1, h, d]
-        key: Tensor,  # [T, 1, g, d]
-        value: Tensor,  # [T, 1, g, d]
+        query: Tensor,  # [T_own, 1, h, d]
+        key: Tensor,  # [T_own, 1, g, d]
+        value: Tensor,  # [T_own, 1, g, d]
         attention_mask=None,
         attn_mask_type=None,
         attention_bias=None,
         packed_seq_params: PackedRow | None = None,
-    ) -> Tensor:  # [T, 1, h * d]
+    ) -> Tensor:  # [T_own, 1, h * d]
         assert isinstance(packed_seq_params, PackedRow), "rows reach the model through pack_row"
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.config.context_parallel_size > 1:
+            # Backward, each rank gets back the sum of what all ranks' queries ask of its keys and values.
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([key, value], 1), group=parallel_state.get_context_parallel_group()
+            )
+            key, value = both.chunk(2, 1)  # [T, g, d] each, rank by rank
         grouped = key.shape[1] != query.shape[1]
         laid = []
-        for index in packed_seq_params.blocks:
-            q, k, v = (t[index].transpose(1, 2) for t in (query, key, value))  # [m, heads, L, d]
+        for block in packed_seq_params.blocks:
+            q = query[block.queries].transpose(1, 2)  # [m, h, Lq, d]
+            k, v = (t[block.keys].transpose(1, 2) for t in (key, value))  # [m, g, Lk, d]
             # Padding stands after the last token of its sample, so the causal mask alone hides it.
-            block = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            out = F.scaled_dot_product_attention(
+                q, k, v, block.bias, is_causal=block.bias is None, scale=self.softmax_scale, enable_gqa=grouped
             )
-            laid.append(block.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * L, h * d]
+            laid.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * Lq, h * d]
         return torch.cat(laid).index_select(0, packed_seq_params.source).unsqueeze(1)
 
 
@@ -104,19 +214,24 @@ class ThdAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # [T, 1, h, d]
-        key: Tensor,  # [T, 1, g, d]
-        value: Tensor,  # [T, 1, g, d]
+        query: Tensor,  # [T_own, 1, h, d]
+        key: Tensor,  # [T_own, 1, g, d]
+        value: Tensor,  # [T_own, 1, g, d]
         attention_mask=None,
         attn_mask_type=None,
         attention_bias=None,
         packed_seq_params: PackedRow | None = None,
-    ) -> Tensor:  # [T, 1, h * d]
+    ) -> Tensor:  # [T_own, 1, h * d]
         assert isinstance(packed_seq_params, PackedRow), "rows reach the model through pack_row"
+        whole = packed_seq_params.cu_seqlens_q.int()
         borders = PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=packed_seq_params.cu_seqlens_q.int(),
-            cu_seqlens_kv=packed_seq_params.cu_seqlens_kv.int(),
+            # Those of whole samples: under context parallelism it divides them itself, and then asks for the padded
+            # ones too. The padding that makes samples divisible counts as tokens, which causal attention hides.
+            cu_seqlens_q=whole,
+            cu_seqlens_kv=whole,
+            cu_seqlens_q_padded=whole if self.config.context_parallel_size > 1 else None,
+            cu_seqlens_kv_padded=whole if self.config.context_parallel_size > 1 else None,
             max_seqlen_q=packed_seq_params.max_seqlen_q,
             max_seqlen_kv=packed_seq_params.max_seqlen_kv,
         )
@@ -140,9 +255,9 @@ class PackedRotaryEmbedding(nn.Module):
         self.inv_freq = inv_freq  # [d / 2] float32; no buffer, so that no cast of the model reaches it
 
     def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed_seq_params, **_):
-        """The positions [T] of the row (megatron-core asks for a length; only `forward` reads the answer)."""
+        """The positions [T_own] of the row (megatron-core asks for a length; only `forward` reads the answer)."""
         return packed_seq_params.position_ids
 
-    def forward(self, position_ids: Tensor, *args, **kwargs) -> Tensor:  # [T, 1, 1, d]
+    def forward(self, position_ids: Tensor, *args, **kwargs) -> Tensor:  # [T_own, 1, 1, d]
         angles = torch.outer(position_ids.float(), self.inv_freq.to(position_ids.device))
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -108,6 +108,7 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_chunks(config),
+        context_parallel_size=config.context_parallel_size,
         num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
         # Interleaved stages send both ways at once; between two ranks a batch of sends would mix up the directions.
@@ -209,11 +210,11 @@ def head_rows(model: ActorModel, hidden: Tensor, rows: Tensor) -> Tensor:
     """Hidden states of the scored positions.
 
     Args:
-        hidden: [T, 1, H], or [T / TP, 1, H] under sequence parallelism.
-        rows: [S] positions in the whole row.
+        hidden: [T_own, 1, H], or [T_own / TP, 1, H] under sequence parallelism.
+        rows: [S_own] positions among the T_own tokens of this rank (all, without context parallelism).
 
     Returns:
-        [S, H]; its gradient is summed over the TP ranks on the way back, as each holds a part of the vocabulary.
+        [S_own, H]; its gradient is summed over the TP ranks on the way back, as each holds a part of the vocabulary.
     """
     hidden = hidden.squeeze(1)
     if model.config.sequence_parallel:

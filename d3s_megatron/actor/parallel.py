@@ -30,19 +30,32 @@ class Layout:
     dp_rank: int
     dp_size: int
     device: torch.device
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for its model replica, all of whose ranks have the same samples and scores."""
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
+
 
 def check_layout(config: ActorConfig, world_size: int) -> None:
     """ValueError where the world does not hold a whole number of model replicas; needs no process group."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    if world_size % (tp * pp * cp):
+        context = f" x actor.context_parallel_size {cp}" if cp > 1 else ""
         raise ValueError(
             f"{world_size} processes cannot hold replicas of actor.tensor_model_parallel_size {tp} x "
-            f"actor.pipeline_model_parallel_size {pp} ranks: start a multiple of {tp * pp} processes, or lower them"
+            f"actor.pipeline_model_parallel_size {pp}{context} ranks: start a multiple of {tp * pp * cp} processes, "
+            "or lower them"
         )
 
 
@@ -80,6 +93,7 @@ def init_parallel(config: ActorConfig) -> Layout:
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_chunks(config),
+            context_parallel_size=config.context_parallel_size,
         )
         if device.type == "cpu":
             # Its fork() does nothing, so attention asks for no CUDA generator.
@@ -95,6 +109,8 @@ def init_parallel(config: ActorConfig) -> Layout:
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
     )
 
 
@@ -134,7 +150,7 @@ def _reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None, device: to
 
 
 def data_parallel_reduce(layout: Layout):
-    """The `Reduce` (types.py) over the ranks that hold different samples."""
+    """The `Reduce` (types.py) over the ranks that hold different samples; context-parallel ranks hold the same."""
     group = parallel_state.get_data_parallel_group()
     return lambda tensor, op: _reduce(tensor, op, group, layout.device)
 

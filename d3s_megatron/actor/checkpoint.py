@@ -136,9 +136,10 @@ def load(actor: MegatronActor, folder: Path) -> bool:
 def num_bytes(actor: MegatronActor) -> int:
     """Size of a checkpoint, over all ranks, to within its headers; a collective."""
     own = 0
-    if actor.layout.dp_rank == 0:
+    has_first_copy = actor.layout.dp_rank == actor.layout.cp_rank == 0
+    if has_first_copy:
         own += sum(parameter.nbytes for chunk in actor.chunks for parameter in chunk.parameters())
-    if actor.layout.dp_rank == 0 or actor.config.use_distributed_optimizer:
+    if has_first_copy or actor.config.use_distributed_optimizer:
         for optimizer in _optimizers(actor):
             masters = not isinstance(optimizer, FP32Optimizer)  # main weights beside the two moments
             sizes = (p.numel() for group in optimizer.optimizer.param_groups for p in group["params"])

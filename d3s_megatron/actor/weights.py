@@ -86,12 +86,12 @@ def weight_stream(
 def replica_spread(chunks: Sequence[ActorModel], shape: ModelShape, layout: Layout) -> float:
     """Largest difference between the copies that several ranks hold of one parameter; a collective.
 
-    Copies: every parameter over the data-parallel ranks, what tensor parallelism does not cut over its ranks, and a
-    tied embedding on first and last stage (fault E10).
+    Copies: every parameter over the data- and context-parallel ranks, what tensor parallelism does not cut over its
+    ranks, and a tied embedding on first and last stage (fault E10).
     """
     spread = torch.zeros(1, device=layout.device)
     for name, parameter in named_parameters(chunks):
-        groups = [parallel_state.get_data_parallel_group()]
+        groups = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
         if not getattr(parameter, "tensor_model_parallel", False):
             groups.append(parallel_state.get_tensor_model_parallel_group())
         if shape.tied and layout.pp_size > 1 and name in (EMBEDDING, OUTPUT):

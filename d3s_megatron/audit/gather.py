@@ -119,9 +119,7 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
     state = torch.tensor([weights, gradients or 0, gradients is None], dtype=torch.int64)
     empty = torch.zeros(0, dtype=torch.int64)
     # One rank of each model replica speaks for it.
-    samples, numbers, scores = (
-        _of_trained(record, wanted) if layout.tp_rank == layout.pp_rank == 0 else (empty, empty, empty)
-    )
+    samples, numbers, scores = _of_trained(record, wanted) if layout.speaks else (empty, empty, empty)
     tokens = [torch.tensor(ids, dtype=torch.int64), scores]
     sizes = torch.tensor([len(part) for part in tokens])
     parts = [torch.tensor(made, dtype=torch.int64).flatten(), state, samples, numbers, sizes]

@@ -1,7 +1,8 @@
-"""Short names of layouts, as the doctor's command line has them: tp2, tp2sp, pp2vpp2, tp2pp2dp2."""
+"""Short names of layouts, as the doctor's command line has them: tp2, tp2sp, pp2vpp2, cp2, tp2pp2dp2."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
 }
-_NAME = re.compile(r"(?:(tp|pp|vpp|dp)(\d+)|(sp))")
+_NAME = re.compile(r"(?:(tp|pp|vpp|cp|dp)(\d+)|(sp))")
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,12 @@ def parse_layout(name: str) -> NamedLayout:
     parts = list(_NAME.finditer(name))
     kinds = [part[1] or part[3] for part in parts]
     if not parts or "".join(part[0] for part in parts) != name or len(set(kinds)) < len(kinds):
-        raise ValueError(f"layout {name!r} is not understood: join tp, pp, vpp, dp with a number, and sp, as in tp2sp")
+        raise ValueError(
+            f"layout {name!r} is not understood: join tp, pp, vpp, cp, dp with a number, and sp, as in tp2sp"
+        )
     sizes = {part[1]: int(part[2]) for part in parts if part[1]}
     actor: dict[str, Any] = {SIZES[kind]: size for kind, size in sizes.items() if kind in SIZES}
     if "sp" in kinds:
         actor["sequence_parallel"] = True
-    return NamedLayout(name, sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1), actor)
+    num_processes = math.prod(size for kind, size in sizes.items() if kind != "vpp")
+    return NamedLayout(name, num_processes, actor)

@@ -127,16 +127,20 @@ class Scores:
 class TokenBatch:
     """One packed row of samples, a micro-batch of one data-parallel rank.
 
-    `rows[s]` is the position in the row whose hidden state predicts `targets[s]`; prompt tokens, padding and the
-    token after a sample's end are never scored, so no label crosses a border (fault C08).
+    The row is cut into segments. One holds a whole sample, or a prompt, or a response that continues the segment of
+    its prompt: samples of one prompt can so share its tokens. `rows[s]` is the position in the row whose hidden state
+    predicts `targets[s]`; prompt tokens, padding and the token after a sample's end are never scored, so no label
+    crosses a border (fault C08).
     """
 
     token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, restarts at 0 with every sample
-    cu_seqlens: Tensor  # [n + 1] int64, borders; the last border is T
+    position_ids: Tensor  # [T] int64, restarts at 0 with every segment that continues none
+    cu_seqlens: Tensor  # [n + 1] int64, borders of the segments; the last border is T
+    prefix: Tensor  # [n] int64, the earlier segment that a segment continues; -1: none
     rows: Tensor  # [S] int64
     targets: Tensor  # [S] int64
-    sequence: Tensor  # [S] int64, which of the row's samples, 0..n-1
+    token_index: Tensor  # [S] int64, which of the response tokens of all the rank's samples, laid end to end
+    sequence: Tensor  # [S] int64, which of the row's samples
     samples: tuple[int, ...]  # indices into the rank's sample list, one per sequence that has scored rows
 
 

@@ -54,7 +54,9 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
 
 
-def random_samples(num: int, seed: int = 0, vocab_size: int = 12, longest: int = 9) -> list[Sample]:
+def random_samples(
+    num: int, seed: int = 0, vocab_size: int = 12, longest: int = 9, per_prompt: int = 1
+) -> list[Sample]:
     """Samples of uneven lengths with made-up rollout log-probs and advantages of both signs."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,7 +66,8 @@ def random_samples(num: int, seed: int = 0, vocab_size: int = 12, longest: int =
 
     samples = []
     for uid in range(num):
-        prompt, response = ids(2), ids(1)
+        prompt = samples[-1].prompt_ids if uid % per_prompt else ids(2)
+        response = ids(1)
         samples.append(
             Sample(
                 uid=uid,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,26 +15,41 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 
 
+def context(row: TokenBatch, position: int) -> list[tuple[int, int]]:
+    """(token, position) of all that the token at a position of the row may attend to, itself last."""
+    borders = row.cu_seqlens.tolist()
+    segment = bisect_right(borders, position) - 1
+    before = row.prefix[segment].item()
+    assert before < segment
+    seen = [] if before < 0 else context(row, borders[before + 1] - 1)
+    own = slice(borders[segment], position + 1)
+    return seen + list(zip(row.token_ids[own].tolist(), row.position_ids[own].tolist(), strict=True))
+
+
 def check_packing(samples: Sequence[Sample], rows: Sequence[TokenBatch], max_tokens: int, multiple_of: int = 1) -> None:
     """Asserts the invariants that stand at the top of actor/packing.py, for rows in which every token is scored."""
     seen: list[int] = []
+    index = 0  # of the samples' first response token
+    starts = []
+    for sample in samples:
+        starts.append(index)
+        index += len(sample.response_ids)
     for row in rows:
         assert len(row.token_ids) % multiple_of == 0
         borders = row.cu_seqlens.tolist()
         assert borders[0] == 0 and borders[-1] == len(row.token_ids) == len(row.position_ids)
+        assert borders == sorted(set(borders)) and len(row.prefix) == len(borders) - 1
         if len(row.samples) > 1:
             assert len(row.token_ids) <= max_tokens + multiple_of - 1
-        for order, index in enumerate(row.samples):
-            seen.append(index)
-            sample, start, end = samples[index], borders[order], borders[order + 1]
-            tokens = list(sample.prompt_ids + sample.response_ids)[:-1]
-            assert row.token_ids[start:end].tolist() == tokens
-            assert row.position_ids[start:end].tolist() == list(range(len(tokens)))
-            mine = row.sequence == order
+        for order, which in enumerate(row.samples):
+            seen.append(which)
+            sample, mine = samples[which], row.sequence == order
             assert row.targets[mine].tolist() == list(sample.response_ids)
-            assert row.rows[mine].tolist() == [
-                start + len(sample.prompt_ids) - 1 + t for t in range(len(sample.response_ids))
-            ]
+            assert row.token_index[mine].tolist() == list(range(starts[which], starts[which] + len(mine[mine])))
+            whole = list(enumerate(sample.prompt_ids + sample.response_ids))
+            for t, position in enumerate(row.rows[mine].tolist()):
+                expected = [(token, at) for at, token in whole[: len(sample.prompt_ids) + t]]
+                assert context(row, position) == expected
     assert sorted(seen) == list(range(len(samples)))
 
 

@@ -21,7 +21,7 @@ class ActorConfig:
     virtual_pipeline_model_parallel_size: int = 1
     """Chunks of layers per stage (VPP); 2 or more shorten the pipeline's bubble and need PP of at least 2."""
     context_parallel_size: int = 1
-    """Ranks that share one sequence (CP); more than 1 is refused."""
+    """Ranks that share every sequence (CP), each with 1/CP of its tokens; for long answers."""
     attention: Literal["torch", "transformer_engine"] = "torch"
     """torch runs anywhere; transformer_engine is its fused THD kernel and needs a GPU and bfloat16."""
     sequence_parallel: bool = False
@@ -44,8 +44,11 @@ class ActorConfig:
     """Run the output layer on the scored rows only; off computes every row and masks, for comparison."""
     truncate_samples: bool = True
     """End samples after their last kept token in the update; off runs them whole, for comparison."""
+    share_prompts: bool = True
+    """Run the layers once on a prompt for all of its rollouts in a micro-batch; off runs them with each rollout, as
+    transformer_engine attention and context parallelism always do."""
     max_tokens_per_microbatch: int = 16384
-    """Packed tokens of one micro-batch; a longer rollout gets a micro-batch of its own."""
+    """Packed tokens of one micro-batch, over all CP ranks; a longer rollout gets a micro-batch of its own."""
     max_logits_mb: int = 512
     """Memory for logits per rank and micro-batch, in MiB: scoring runs the output layer in row chunks below it, and
     an update whose logits would not fit makes them tile by tile, twice."""
@@ -76,13 +79,12 @@ class ActorConfig:
                 f"actor.attention is transformer_engine with actor.dtype {self.dtype}: its fused kernels take "
                 "bfloat16 only; set actor.dtype bfloat16, or actor.attention torch"
             )
-        if self.context_parallel_size > 1:
-            raise ValueError(
-                f"actor.context_parallel_size is {self.context_parallel_size}: sequences are not split over ranks "
-                "here; give 1, and spread long sequences "
-                "with tensor parallelism, sequence_parallel and recompute"
-            )
         self._check_pipeline()
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rollouts of one prompt share its tokens: switched on, and the attention can read them so."""
+        return self.share_prompts and self.attention == "torch" and self.context_parallel_size == 1
 
     def _check_pipeline(self) -> None:
         uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

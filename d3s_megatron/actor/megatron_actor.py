@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
+from d3s_megatron.actor.context import multiples
 from d3s_megatron.actor.model import DTYPES, ActorModel, build_model
 from d3s_megatron.actor.offload import HostOffload
 from d3s_megatron.actor.packing import fill_up, pack, split_rows
@@ -108,9 +109,9 @@ class MegatronActor:
             ref = None
             if self.reference is not None and with_reference:
                 ref, _ = score_pass(self.reference, rows, self.head, self.layout)
-        num = len(samples)
-        by_sample = [split_rows(values, rows, num) for values in (log_probs, entropy)]
-        refs = [None] * num if ref is None else split_rows(ref, rows, num)
+        lengths = [len(sample.response_ids) for sample in samples]
+        by_sample = [split_rows(values, rows, lengths) for values in (log_probs, entropy)]
+        refs = [None] * len(samples) if ref is None else split_rows(ref, rows, lengths)
         return [Scores(*parts) for parts in zip(*by_sample, refs, strict=True)]
 
     def update(
@@ -130,8 +131,9 @@ class MegatronActor:
             loss_fn: the loss, already divided by its global normaliser.
             num_metrics: length of the metrics vector that `loss_fn` returns.
         """
+        rows, losses = self._rows_to_train(samples, scored, loss_batches)
         with cpu_device.as_cpu():
-            totals, grad_norm = self._backward(samples, scored, loss_batches, loss_fn, num_metrics)
+            totals, grad_norm = self._backward(rows, losses, loss_fn, num_metrics)
             lr = self.lr
             if not math.isfinite(grad_norm):  # a step would write it into every weight
                 return UpdateResult(totals, grad_norm, lr, stepped=False)
@@ -143,15 +145,20 @@ class MegatronActor:
         self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
     ) -> float:
         """The global norm of the gradient that `update` would step along; weights and optimizer stay as they are."""
+        rows, losses = self._rows_to_train(samples, scored, loss_batches)
         with cpu_device.as_cpu():
-            return self._backward(samples, scored, loss_batches, loss_fn, num_metrics)[1]
+            return self._backward(rows, losses, loss_fn, num_metrics)[1]
+
+    def _rows_to_train(
+        self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches
+    ) -> tuple[list[TokenBatch], list[LossBatch]]:
+        rows = self._rows(samples, scored)
+        return rows, [loss_batches(row) for row in rows]
 
     def _backward(
-        self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
+        self, rows: Sequence[TokenBatch], losses: Sequence[LossBatch], loss_fn: LossFn, num_metrics: int
     ) -> tuple[Tensor, float]:
         """(totals, gradient norm), and the gradients in their buffers; the norm is NaN where the loss is not finite."""
-        rows = self._rows(samples, scored)
-        losses: list[LossBatch] = [loss_batches(row) for row in rows]
         self.host.restore()
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -184,9 +191,15 @@ class MegatronActor:
 
     def _rows(self, samples: Sequence[Sample], scored: Sequence[Tensor] | None) -> list[TokenBatch]:
         """This rank's rows, as many as the busiest data-parallel rank has."""
-        multiple = self.layout.tp_size if self.config.sequence_parallel else 1
+        of_samples, multiple = multiples(self.layout.tp_size, self.layout.cp_size, self.config.sequence_parallel)
         rows = pack(
-            samples, self.config.max_tokens_per_microbatch, multiple, scored, truncate=self.config.truncate_samples
+            samples,
+            self.config.max_tokens_per_microbatch,
+            multiple,
+            scored,
+            truncate=self.config.truncate_samples,
+            share_prompts=self.config.shares_prompts,
+            sample_multiple=of_samples,
         )
         most = torch.tensor([max(1, len(rows))])
         data_parallel_reduce(self.layout)(most, "max")

@@ -1,7 +1,8 @@
 """Forward and backward passes over packed rows, through megatron-core's own pipeline schedules.
 
 Every rank of a model replica calls these with the same rows; what only the last stage knows is sent to the others,
-so that all ranks go on with the same numbers.
+so that all ranks go on with the same numbers. Context-parallel ranks run their share of each row, and all of them
+have the values of all scored positions before the loss.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from d3s_megatron import ops
 from d3s_megatron.actor.attention import PackedRow, pack_row
+from d3s_megatron.actor.context import gather_scored, multiples, share_of
 from d3s_megatron.actor.model import ActorModel, head_rows
 from d3s_megatron.actor.packing import same_length
 from d3s_megatron.actor.parallel import Layout
@@ -38,31 +40,39 @@ class Head:
 
 @dataclass(frozen=True)
 class _Micro:
-    """One micro-batch on the device."""
+    """One micro-batch on the device: this rank's share of a row."""
 
-    token_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T]
+    token_ids: Tensor  # [1, T_own]
+    position_ids: Tensor  # [1, T_own]
     packed: PackedRow
-    rows: Tensor  # [S]
-    targets: Tensor  # [S]
+    rows: Tensor  # [S_own] among the T_own tokens
+    targets: Tensor  # [S_own]
+    scored: Tensor  # [S_own] which of the row's S scored positions these are
+    num_scored: int  # S
     loss_batch: LossBatch | None
 
 
-def _micros(rows: Sequence[TokenBatch], losses: Sequence[LossBatch] | None, layout: Layout) -> list[_Micro]:
+def _micros(chunks, rows: Sequence[TokenBatch], losses: Sequence[LossBatch] | None, layout: Layout) -> list[_Micro]:
     if layout.pp_size > 1:
-        rows = same_length(list(rows))
-    device = layout.device
-    return [
-        _Micro(
-            token_ids=row.token_ids[None].to(device),
-            position_ids=row.position_ids[None].to(device),
-            packed=pack_row(row.cu_seqlens, row.position_ids, device),
-            rows=row.rows.to(device),
-            targets=row.targets.to(device),
-            loss_batch=None if losses is None else losses[i],
+        rows = same_length(list(rows), multiples(1, layout.cp_size, False)[0])
+    device, rank, size = layout.device, layout.cp_rank, layout.cp_size
+    dtype = _chunk(chunks[0]).config.params_dtype
+    micros = []
+    for i, row in enumerate(rows):
+        share = share_of(row, rank, size)
+        micros.append(
+            _Micro(
+                token_ids=row.token_ids[share.positions][None].to(device),
+                position_ids=row.position_ids[share.positions][None].to(device),
+                packed=pack_row(row.cu_seqlens, row.position_ids, device, row.prefix, dtype, rank, size),
+                rows=share.rows.to(device),
+                targets=row.targets[share.scored].to(device),
+                scored=share.scored.to(device),
+                num_scored=len(row.rows),
+                loss_batch=None if losses is None else losses[i],
+            )
         )
-        for i, row in enumerate(rows)
-    ]
+    return micros
 
 
 def _chunk(module) -> ActorModel:
@@ -80,7 +90,17 @@ def _hidden(module, micro: _Micro) -> Tensor:
 
 
 def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
-    """(log-probs [S], entropy [S]) of the scored rows; see `output_log_probs` for the memory they take."""
+    """(log-probs [S], entropy [S]) of the row's scored positions, on every context-parallel rank."""
+    log_probs, entropy = _own_log_probs(model, hidden, micro, head)
+    if model.config.context_parallel_size == 1:
+        return log_probs, entropy
+    both = torch.stack([log_probs, entropy])
+    both = gather_scored(both, micro.scored, micro.num_scored, parallel_state.get_context_parallel_group())
+    return both[0], both[1]
+
+
+def _own_log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
+    """(log-probs [S_own], entropy [S_own]); see `output_log_probs` for the memory they take."""
     if head.gather_rows:
         return output_log_probs(head_rows(model, hidden, micro.rows), model.output_weight(), micro.targets, head)
     targets = torch.zeros_like(micro.token_ids[0])
@@ -121,7 +141,8 @@ def _run(chunks, micros: list[_Micro], step, forward_only: bool) -> list:
         data_iterator=[iter(micros) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(micros),
-        seq_length=micros[0].token_ids.shape[1],
+        # Of whole rows: megatron-core divides it by the context-parallel ranks.
+        seq_length=micros[0].token_ids.shape[1] * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -156,7 +177,7 @@ def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():
-        outputs = _run(chunks, _micros(rows, None, layout), step, forward_only=True)
+        outputs = _run(chunks, _micros(chunks, rows, None, layout), step, forward_only=True)
     for chunk in chunks:
         chunk.train()
     total = sum(len(row.rows) for row in rows)
@@ -192,7 +213,7 @@ def update_pass(
 
         return log_probs, loss_func
 
-    outputs = _run(chunks, _micros(rows, losses, layout), step, forward_only=False)
+    outputs = _run(chunks, _micros(chunks, rows, losses, layout), step, forward_only=False)
     total = torch.zeros(1 + num_metrics, dtype=torch.float64, device=layout.device)
     if layout.is_last_stage:
         total = torch.stack(outputs).sum(0)

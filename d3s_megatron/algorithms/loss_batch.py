@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,23 +23,29 @@ class StepTensors:
     weights: Sequence[Tensor]
     kl_weights: Sequence[Tensor]
 
-    def loss_batch(self, row: TokenBatch, device: torch.device | str = "cpu") -> LossBatch:
-        """The LossBatch of one packed row of these samples."""
-
-        def lay_out(value: Callable[[int], Tensor]) -> Tensor:
-            parts = [value(i)[self.scored[i]] for i in row.samples]
-            return torch.cat(parts).to(device) if parts else torch.zeros(0, device=device)
-
+    @cached_property
+    def _columns(self) -> dict[str, Tensor | None]:
+        """Each value of a LossBatch for all response tokens, laid end to end."""
+        none = torch.zeros(0)
         refs = [score.ref_log_probs for score in self.scores if score.ref_log_probs is not None]
         assert len(refs) in (0, len(self.scores)), "a reference is scored for all samples or for none"
+        lengths = torch.tensor([len(mask) for mask in self.keep], dtype=torch.int64)
+        advantages = torch.tensor([sample.advantage for sample in self.samples])
+        return {
+            "old_log_probs": torch.cat([none, *(score.old_log_probs for score in self.scores)]),
+            "rollout_log_probs": torch.tensor([p for sample in self.samples for p in sample.rollout_log_probs]),
+            "ref_log_probs": torch.cat(refs) if refs else None,
+            "advantages": advantages.repeat_interleave(lengths),
+            "keep": torch.cat([none.bool(), *self.keep]),
+            "weights": torch.cat([none, *self.weights]),
+            "kl_weights": torch.cat([none, *self.kl_weights]),
+        }
+
+    def loss_batch(self, row: TokenBatch, device: torch.device | str = "cpu") -> LossBatch:
+        """The LossBatch of one packed row of these samples."""
+        index = row.token_index
         return LossBatch(
-            old_log_probs=lay_out(lambda i: self.scores[i].old_log_probs),
-            rollout_log_probs=lay_out(lambda i: torch.tensor(self.samples[i].rollout_log_probs)),
-            ref_log_probs=lay_out(lambda i: refs[i]) if refs else None,
-            advantages=lay_out(lambda i: torch.full((len(self.keep[i]),), self.samples[i].advantage)),
-            keep=lay_out(lambda i: self.keep[i]).bool(),
-            weights=lay_out(lambda i: self.weights[i]),
-            kl_weights=lay_out(lambda i: self.kl_weights[i]),
+            **{name: None if all_ is None else all_[index].to(device) for name, all_ in self._columns.items()},
             sequence=row.sequence.to(device),
             num_sequences=max(1, len(row.samples)),
         )

@@ -24,7 +24,10 @@ LAYOUTS = {  # name: (processes, actor settings); what TP and PP leave over is d
     "one": (1, {}),
     "one-small": (1, SMALL),
     "one-recompute": (1, {"recompute": "full"}),
-    "one-masking": (1, {"gather_rows": False, "truncate_samples": False, "select_before_scoring": False}),
+    "one-masking": (
+        1,
+        {"gather_rows": False, "truncate_samples": False, "select_before_scoring": False, "share_prompts": False},
+    ),
     "tp2": (2, TP2),
     "tp2-sp": (2, TP2 | SP),
     "tp2-sp-recompute": (2, TP2 | SP | {"recompute": "selective"}),

@@ -36,7 +36,7 @@ def make_actor(tmp_path_factory):
 
 def update(actor, num_samples=NUM_SAMPLES, advantage=1.0):
     """One step on the first samples; only some tokens of the first seven are kept."""
-    samples = [replace(s, advantage=s.advantage * advantage) for s in random_samples(num_samples, seed=2)]
+    samples = [replace(s, advantage=s.advantage * advantage) for s in random_samples(num_samples, seed=2, per_prompt=3)]
     generator = torch.Generator().manual_seed(3)
     keep = [torch.rand(len(s.response_ids), generator=generator) < 0.4 for s in samples]
     keep = [mask if i < KEPT_SAMPLES else torch.zeros_like(mask) for i, mask in enumerate(keep)]
@@ -51,12 +51,12 @@ def gradients(actor):
     return {name: grad.clone() for name, grad in actor.gradients()}
 
 
-MASKING = {"gather_rows": False, "truncate_samples": False}
+MASKING = {"gather_rows": False, "truncate_samples": False, "share_prompts": False}
 
 
 @pytest.fixture(scope="module")
 def masked(make_actor):
-    """Gradients of what others do: every sample whole, every row through the output layer, the loss masked."""
+    """Gradients of what others do: samples whole, each with its prompt, all rows through the output layer, masked."""
     actor = make_actor(**MASKING)
     result = update(actor)
     return result, gradients(actor)
@@ -67,6 +67,7 @@ def masked(make_actor):
     [
         ({"truncate_samples": False}, NUM_SAMPLES),
         ({"gather_rows": False}, NUM_SAMPLES),
+        ({"share_prompts": False}, NUM_SAMPLES),
         (MASKING, KEPT_SAMPLES),  # dropped samples never enter the update
         ({}, NUM_SAMPLES),
         ({"max_tokens_per_microbatch": 12}, NUM_SAMPLES),
@@ -94,7 +95,7 @@ def test_logits_that_do_not_fit_are_made_in_tiles_with_the_same_gradient(make_ac
 
 def test_scores_do_not_depend_on_row_chunks_packing_or_neighbours(make_actor):
     """Faults C08 and C13: a sample's values are its own, in whatever row and next to whomever it stands."""
-    samples = random_samples(8, seed=4)
+    samples = random_samples(8, seed=4, per_prompt=4)
     actor = make_actor()
     together = actor.score(samples)
     actor.head = replace(actor.head, max_logits_bytes=1)

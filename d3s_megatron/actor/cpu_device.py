@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
 
 
 def needed() -> bool:
@@ -43,25 +44,27 @@ class _Inert:
 
 
 def _is_cuda(value: Any) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
+    kind = type(value)
+    return (kind is str and value.startswith("cuda")) or (kind is torch.device and value.type == "cuda")
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Turns the CUDA device into the CPU in every torch call made inside the mode."""
+    """Turns the CUDA device into the CPU in every torch call made inside the mode; a step makes thousands of them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
+        if func is _CUDA:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        if func is _TYPE and len(args) == 1 and not kwargs:
             # The optimizers sort parameters by this string and refuse what they do not know.
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if _is_cuda(kwargs.get("device")):
+        for arg in args:
+            if _is_cuda(arg):
+                args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+                break
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
-        if any(_is_cuda(arg) for arg in args):
-            args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
         return func(*args, **kwargs)
 
 

@@ -233,7 +233,7 @@ def _finalize(model, num_tokens=None, **kwargs) -> None:
 
 def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, optimizer: OptimizerConfig):
     dtype = DTYPES[config.dtype]
-    return get_megatron_optimizer(
+    megatron_optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=optimizer.lr,
@@ -249,6 +249,12 @@ def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, opt
         ),
         ddp,
     )
+    for group in megatron_optimizer.param_groups:
+        if (
+            "fused" in group
+        ):  # torch's AdamW, where neither Transformer Engine nor Apex is there: one call for all weights
+            group["fused"] = True
+    return megatron_optimizer
 
 
 def _make_scheduler(megatron_optimizer, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

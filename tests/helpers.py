@@ -26,7 +26,13 @@ def context(row: TokenBatch, position: int) -> list[tuple[int, int]]:
     return seen + list(zip(row.token_ids[own].tolist(), row.position_ids[own].tolist(), strict=True))
 
 
-def check_packing(samples: Sequence[Sample], rows: Sequence[TokenBatch], max_tokens: int, multiple_of: int = 1) -> None:
+def check_packing(
+    samples: Sequence[Sample],
+    rows: Sequence[TokenBatch],
+    max_tokens: int,
+    multiple_of: int = 1,
+    sample_multiple: int = 1,
+) -> None:
     """Asserts the invariants that stand at the top of actor/packing.py, for rows in which every token is scored."""
     seen: list[int] = []
     index = 0  # of the samples' first response token
@@ -39,6 +45,7 @@ def check_packing(samples: Sequence[Sample], rows: Sequence[TokenBatch], max_tok
         borders = row.cu_seqlens.tolist()
         assert borders[0] == 0 and borders[-1] == len(row.token_ids) == len(row.position_ids)
         assert borders == sorted(set(borders)) and len(row.prefix) == len(borders) - 1
+        assert all(border % sample_multiple == 0 for border in borders)
         if len(row.samples) > 1:
             assert len(row.token_ids) <= max_tokens + multiple_of - 1
         for order, which in enumerate(row.samples):

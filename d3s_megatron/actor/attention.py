@@ -163,6 +163,24 @@ def _similar(descending: list[int]) -> list[slice]:
     return [*slices, slice(first, len(descending))]
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: float | None = None) -> Tensor:
+    """Causal attention inside each sample: queries [T_own, h, d], keys and values [T, g, d] -> [T_own, h * d].
+
+    Keys and values are those of all ranks, rank by rank; `scale` None is 1 / sqrt(d).
+    """
+    grouped = key.shape[1] != query.shape[1]
+    laid = []
+    for block in row.blocks:
+        q = query[block.queries].transpose(1, 2)  # [m, h, Lq, d]
+        k, v = (t[block.keys].transpose(1, 2) for t in (key, value))  # [m, g, Lk, d]
+        # Padding stands after the last token of its sample, so the causal mask alone hides it.
+        out = F.scaled_dot_product_attention(
+            q, k, v, block.bias, is_causal=block.bias is None, scale=scale, enable_gqa=grouped
+        )
+        laid.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * Lq, h * d]
+    return torch.cat(laid).index_select(0, row.source)
+
+
 class PackedDotProductAttention(MegatronModule):
     """Causal attention inside each sample of a packed row; takes the place of the spec's core attention."""
 
@@ -188,17 +206,7 @@ class PackedDotProductAttention(MegatronModule):
                 torch.cat([key, value], 1), group=parallel_state.get_context_parallel_group()
             )
             key, value = both.chunk(2, 1)  # [T, g, d] each, rank by rank
-        grouped = key.shape[1] != query.shape[1]
-        laid = []
-        for block in packed_seq_params.blocks:
-            q = query[block.queries].transpose(1, 2)  # [m, h, Lq, d]
-            k, v = (t[block.keys].transpose(1, 2) for t in (key, value))  # [m, g, Lk, d]
-            # Padding stands after the last token of its sample, so the causal mask alone hides it.
-            out = F.scaled_dot_product_attention(
-                q, k, v, block.bias, is_causal=block.bias is None, scale=self.softmax_scale, enable_gqa=grouped
-            )
-            laid.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * Lq, h * d]
-        return torch.cat(laid).index_select(0, packed_seq_params.source).unsqueeze(1)
+        return attend(query, key, value, packed_seq_params, self.softmax_scale).unsqueeze(1)
 
 
 class ThdAttention(MegatronModule):

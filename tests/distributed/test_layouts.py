@@ -9,7 +9,11 @@ from d3s_megatron.doctor.compare import beyond, compare, relative
 from d3s_megatron.doctor.parity import run_jobs
 from d3s_megatron.doctor.update import Job
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+TP2, PP2, CP2 = (
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+)
 SP, SPLIT_OPTIMIZER, OVERLAP = (
     {"sequence_parallel": True},
     {"use_distributed_optimizer": True},
@@ -20,7 +24,7 @@ VPP2, SMALL, BF16 = (
     {"max_tokens_per_microbatch": 24},
     {"dtype": "bfloat16"},
 )
-LAYOUTS = {  # name: (processes, actor settings); what TP and PP leave over is data parallel
+LAYOUTS = {  # name: (processes, actor settings); what TP, PP and CP leave over is data parallel
     "one": (1, {}),
     "one-small": (1, SMALL),
     "one-recompute": (1, {"recompute": "full"}),
@@ -42,12 +46,16 @@ LAYOUTS = {  # name: (processes, actor settings); what TP and PP leave over is d
     "tp2-pp2-vpp2-recompute": (4, TP2 | PP2 | VPP2 | {"recompute": "full"}),
     "pp2-dp2-split-optimizer-overlap": (4, PP2 | SPLIT_OPTIMIZER | OVERLAP),
     "tp2-sp-dp2-split-optimizer": (4, TP2 | SP | SPLIT_OPTIMIZER),
+    "cp2-small": (2, CP2 | SMALL),  # chunks of samples shorter than 4 tokens hold padding alone
+    "cp2-split-optimizer-recompute": (2, CP2 | SPLIT_OPTIMIZER | OVERLAP | {"recompute": "selective"}),
+    "tp2-cp2-sp-small": (4, TP2 | CP2 | SP | SMALL),
+    "cp2-pp2-vpp2": (4, CP2 | PP2 | VPP2),
 }
 MODELS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "llama-untied": ("llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
 }
-SOME = ("one", "one-small", "tp2-sp", "pp2-vpp2-small", "dp2", "tp2-pp2-sp-small")
+SOME = ("one", "one-small", "tp2-sp", "pp2-vpp2-small", "dp2", "tp2-pp2-sp-small", "cp2-small")
 RUNS = {  # name: (model, algorithm settings, layouts)
     "qwen2-tied/d3s": ("qwen2-tied", {}, tuple(LAYOUTS)),
     "llama-untied/d3s": ("llama-untied", {}, SOME),
@@ -59,6 +67,7 @@ RUNS = {  # name: (model, algorithm settings, layouts)
 }
 CASES = [(run, layout) for run, (_, _, layouts) in RUNS.items() for layout in layouts if layout != "one"]
 BF16_LAYOUTS = {"one": (1, BF16), "tp2-sp": (2, TP2 | SP | BF16), "pp2-vpp2": (2, PP2 | VPP2 | BF16)}
+BF16_LAYOUTS["cp2"] = (2, CP2 | BF16)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,15 @@ def test_a_layout_makes_the_update_of_a_single_process(run, layout, updates):
     assert got["weights"].keys() == want["weights"].keys()
     for name, weight in want["weights"].items():
         assert relative(got["weights"][name], weight) < 1e-4, name
+
+
+@pytest.mark.parametrize("layout", ["cp2-small", "tp2-cp2-sp-small", "cp2-pp2-vpp2"])
+def test_context_parallel_ranks_have_the_gradient_of_plain_masking(layout, updates):
+    got, want = (updates[0][f"qwen2-tied/d3s/{name}"] for name in (layout, "one-masking"))
+    norm = float(want["grad_norm"][-1])
+    for name, grad in want["gradients"].items():
+        assert grad.norm() > 0
+        assert (got["gradients"][name] - grad).norm() <= 1e-5 * max(grad.norm(), 1e-2 * norm), name
 
 
 @pytest.mark.parametrize("run", RUNS)

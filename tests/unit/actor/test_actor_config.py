@@ -4,6 +4,7 @@ import pytest
 
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.model import check_shape, fuses_weight_gradients
+from d3s_megatron.actor.parallel import check_layout
 from d3s_megatron.convert import ModelShape, read_shape
 
 PP = "pipeline_model_parallel_size"
@@ -12,7 +13,7 @@ PP = "pipeline_model_parallel_size"
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"context_parallel_size": 2}, "not split over ranks"),
+        ({"context_parallel_size": 0}, "at least 1"),
         ({"sequence_parallel": True}, "2 or more tensor-parallel ranks"),
         ({"virtual_pipeline_model_parallel_size": 2}, "2 or more pipeline stages"),
         ({"num_layers_in_last_pipeline_stage": 2}, "2 or more pipeline stages"),
@@ -23,6 +24,19 @@ PP = "pipeline_model_parallel_size"
 def test_a_setting_that_cannot_be_is_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         ActorConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"context_parallel_size": 4}, r"context_parallel_size 4 ranks: start a multiple of 4 processes"),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, "start a multiple of 4 processes"),
+        ({PP: 4}, r"pipeline_model_parallel_size 4 ranks: start a multiple of 4"),
+    ],
+)
+def test_six_processes_that_hold_no_whole_replicas_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        check_layout(ActorConfig(**settings), 6)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,37 @@ def test_both_attend_inside_the_borders_alone(monkeypatch):
     torch.testing.assert_close(theirs, ours)
 
 
+class ThdOfOneRank(torch.nn.Module):
+    """What Transformer Engine is asked for under context parallelism: it has the other ranks' keys by itself."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None):
+        super().__init__()
+        # From these megatron-core's own wrapper takes the group, its ranks and a stream.
+        assert config.context_parallel_size == 2 and pg_collection == "groups"
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type, packed_seq_params):
+        borders = packed_seq_params.cu_seqlens_q
+        assert borders.dtype == torch.int32 and borders.tolist() == [0, 8, 12, 24]  # of whole samples
+        for other in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+            assert torch.equal(getattr(packed_seq_params, other), borders)
+        assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == 12
+        return torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_transformer_engine_is_handed_a_share_with_the_borders_of_whole_samples(rank, monkeypatch):
+    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", ThdOfOneRank)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
+    borders = torch.tensor([0, 8, 12, 24])
+    row = pack_row(borders, torch.arange(24), torch.device("cpu"), cp_rank=rank, cp_size=2)
+    own = [0, 1, 6, 7, 8, 11, 12, 13, 14, 21, 22, 23] if rank == 0 else [2, 3, 4, 5, 9, 10, *range(15, 21)]
+    assert row.position_ids.tolist() == own
+    q, k, v = torch.randn(3, 12, 1, 2, 4)
+    attention = ThdAttention(config, 1, None, "self", pg_collection="groups")
+    handed = attention(q, k, v, packed_seq_params=row)
+    assert torch.equal(handed[:, 0], torch.cat([t.flatten(1) for t in (q, k, v)], 1))
+
+
 def test_transformer_engine_is_refused_where_it_cannot_run():
     check_attention(ActorConfig())
     with pytest.raises(ValueError, match="actor.dtype float32: its fused kernels take bfloat16 only"):

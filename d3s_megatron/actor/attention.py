@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from d3s_megatron.actor.context import own_positions, parts_of, places
 
+FAMILY = 128  # tokens of a prompt and all its responses: attention over so few takes less time than a call for each
+
 
 @dataclass(frozen=True)
 class Block:
@@ -69,7 +71,7 @@ def pack_row(
         cp_rank, cp_size: which share of the row the rank holds (context.py); in shares, no segment continues another.
     """
     if cp_size == 1:
-        blocks, source = _blocks(cu_seqlens, prefix)
+        blocks, source = _blocks(cu_seqlens, prefix, dtype)
     else:
         assert prefix is None or (prefix < 0).all(), "prompts are not shared under context parallelism"
         blocks, source = _blocks_of_share(cu_seqlens, dtype, cp_rank, cp_size)
@@ -87,33 +89,62 @@ def pack_row(
     )
 
 
-def _blocks(cu_seqlens: Tensor, prefix: Tensor | None) -> tuple[list[Block], Tensor]:
+def _blocks(cu_seqlens: Tensor, prefix: Tensor | None, dtype: torch.dtype) -> tuple[list[Block], Tensor]:
     """The rectangles of a whole row, and its `source`."""
     num_rows = int(cu_seqlens[-1])
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     prefix = torch.full_like(starts, -1) if prefix is None else prefix
-    # What attention sees is a segment behind the one that it continues; one that others continue is seen with them.
-    is_seen = torch.ones(len(starts), dtype=torch.bool)
+    # A family is a segment and all that continue it, side by side in the row. Small ones are a rectangle each; of the
+    # others attention sees every segment behind the one that it continues, and that one with the first of them.
+    root = torch.where(prefix >= 0, prefix, torch.arange(len(prefix)))
+    family = (prefix < 0).cumsum(0) - 1
+    num_tokens = torch.bincount(family, lengths.double()).long()[family]
+    is_small = (num_tokens <= FAMILY) & (torch.bincount(family)[family] > 1)
+    is_seen = ~is_small
     is_seen[prefix[prefix >= 0]] = False
-    seen = is_seen.nonzero().flatten()
-    before = prefix[seen].clamp(min=0)
-    num_before = torch.where(prefix[seen] >= 0, lengths[before], 0)  # tokens of the segment that comes before
-    whole = num_before + lengths[seen]
-    longest_first = whole.argsort(descending=True, stable=True)
+
     blocks, laid = [], 0
     source = torch.full((num_rows,), torch.iinfo(torch.int64).max)
-    for group in _similar(whole[longest_first].tolist()):
-        members = longest_first[group]  # [m]
-        offsets = torch.arange(int(whole[members[0]]))[None, :]
-        shared, length = num_before[members][:, None], whole[members][:, None]
-        start = torch.where(offsets < shared, starts[before[members]][:, None], starts[seen[members]][:, None] - shared)
-        valid = offsets < length
-        keys = (start + offsets).masked_fill(~valid, 0)
-        # Of the places of a shared row the first one is read.
-        source.scatter_reduce_(0, keys[valid], laid + valid.flatten().nonzero().flatten(), "amin")
-        laid += valid.numel()
-        blocks.append(Block(keys, keys, None))
+
+    def add(first: Tensor, num_first: Tensor, second: Tensor, num_second: Tensor, segment: Tensor | None) -> None:
+        nonlocal laid
+        whole = num_first + num_second
+        longest_first = whole.argsort(descending=True, stable=True)
+        for group in _similar(whole[longest_first].tolist()):
+            members = longest_first[group]  # [m]
+            offsets = torch.arange(int(whole[members[0]]))[None, :]
+            split = num_first[members][:, None]
+            start = torch.where(offsets < split, first[members][:, None], second[members][:, None] - split)
+            valid = offsets < whole[members][:, None]
+            keys = (start + offsets).masked_fill(~valid, 0)
+            # Of the places of a shared row the first one is read.
+            source.scatter_reduce_(0, keys[valid], laid + valid.flatten().nonzero().flatten(), "amin")
+            laid += valid.numel()
+            blocks.append(Block(keys, keys, None if segment is None else _family_bias(segment[keys], valid, dtype)))
+
+    seen = is_seen.nonzero().flatten()
+    if len(seen):
+        add(
+            starts[root[seen]],
+            torch.where(prefix[seen] >= 0, lengths[root[seen]], 0),
+            starts[seen],
+            lengths[seen],
+            None,
+        )
+    small = (is_small & (prefix < 0)).nonzero().flatten()
+    if len(small):
+        # Which segment a row belongs to, the first of each family being 0.
+        segment = (torch.arange(len(prefix)) - root).repeat_interleave(lengths)
+        add(starts[small], num_tokens[small], starts[small], torch.zeros_like(small), segment)
     return blocks, source
+
+
+def _family_bias(segment: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """[m, 1, L, L] for families: a token sees those before it of its own segment and of the first; segments [m, L]."""
+    sees = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
+    sees &= torch.ones(sees.shape[1:], dtype=torch.bool).tril()
+    sees |= ~valid[:, :, None]  # padding must see something; nobody reads it
+    return torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, -torch.inf)[:, None]
 
 
 def _blocks_of_share(cu_seqlens: Tensor, dtype: torch.dtype, rank: int, size: int) -> tuple[list[Block], Tensor]:

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from builders import random_samples
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from d3s_megatron.actor.attention import PackedDotProductAttention, ThdAttention, pack_row
+from d3s_megatron.actor import attention
+from d3s_megatron.actor.attention import PackedDotProductAttention, ThdAttention, attend, pack_row
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.model import check_attention
+from d3s_megatron.actor.packing import pack
 
 
 class PlainThd(torch.nn.Module):
@@ -85,3 +88,20 @@ def test_transformer_engine_is_refused_where_it_cannot_run():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is no GPU: give torch"):
             check_attention(ActorConfig(attention="transformer_engine", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("family", [0, 12, 128])
+def test_a_token_sees_its_own_sample_up_to_itself_where_samples_share_prompts(family, monkeypatch):
+    monkeypatch.setattr(attention, "FAMILY", family)
+    g = torch.Generator().manual_seed(0)
+    for per_prompt in (1, 2, 5):
+        (row,) = pack(random_samples(17, per_prompt, per_prompt=per_prompt), 1000)
+        num = len(row.token_ids)
+        q, (k, v) = torch.randn(num, 4, 6, generator=g), torch.randn(2, num, 2, 6, generator=g)
+        packed = pack_row(row.cu_seqlens, row.position_ids, torch.device("cpu"), row.prefix)
+        segment = torch.bucketize(torch.arange(num), row.cu_seqlens, right=True) - 1
+        sees = (segment[:, None] == segment) | (row.prefix[segment][:, None] == segment)
+        scores = q.transpose(0, 1) @ k.repeat_interleave(2, 1).permute(1, 2, 0) / 6**0.5
+        weights = scores.masked_fill(~sees.tril(), -torch.inf).softmax(-1)
+        want = (weights @ v.repeat_interleave(2, 1).transpose(0, 1)).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(attend(q, k, v, packed), want)

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-LAYOUTS = "tp1,tp2,pp2,tp2pp2,dp2,tp2sp,pp2vpp2"
+LAYOUTS = "tp1,tp2,pp2,tp2pp2,dp2,tp2sp,pp2vpp2,cp2,tp2cp2"
 
 
 def make_parser() -> argparse.ArgumentParser:

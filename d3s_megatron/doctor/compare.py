@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,19 @@ def likely_cause(wrong: Sequence[Difference]) -> str:
         return "log-probs are right: the loss is not divided by the token count of all ranks"
     if first.stage == "copies":
         return "the step is not the same on every rank: gradients, or a tied embedding, are not in step"
+    factor = _factor(wrong)
+    if factor:
+        return f"every gradient is {factor} times the right one: it is summed over ranks that each have the whole of it"
     if first.stage == "grad norm" and "gradients" not in stages:
         return "gradients are right: a shard is left out of the norm, or counted twice"
     return "the forward pass is right: a reduction has no backward, or gradients are not summed over their ranks"
+
+
+def _factor(wrong: Sequence[Difference]) -> int | None:
+    """By how many times the norm and most gradients are too large, where it is one whole number."""
+    errors = [difference.error for difference in wrong if difference.stage in ("grad norm", "gradients")]
+    if wrong[0].stage != "grad norm" or not math.isfinite(errors[0]):
+        return None
+    excess = round(errors[0])
+    num_alike = sum(abs(error - excess) < 1e-2 for error in errors)  # the smallest ones are noise
+    return excess + 1 if excess and 2 * num_alike > len(errors) else None

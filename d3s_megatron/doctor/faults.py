@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron import ops, stages
-from d3s_megatron.actor import megatron_actor
+from d3s_megatron.actor import megatron_actor, passes
 
 _PLACES: dict[str, tuple[Any, str]] = {
     "plain-all-reduce": (ops, "logprob_entropy"),
     "padded-columns": (ops, "logprob_entropy"),
     "per-rank-count": (stages, "token_weights"),
     "rolled-labels": (megatron_actor, "pack"),
+    "context-sum": (passes, "gather_scored"),
 }
 
 
@@ -69,11 +70,32 @@ def _rolled_labels(right: Callable) -> Callable:
     return broken
 
 
+class _Sum(torch.autograd.Function):
+    """The identity, with a backward that sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _context_sum(right: Callable) -> Callable:
+    """Context-parallel ranks sum the gradient of the gathered log-probs, of which each has the whole already."""
+    return lambda own, scored, num, group: _Sum.apply(right(own, scored, num, group), group)
+
+
 FAULTS: dict[str, Callable[[Callable], Callable]] = {
     "plain-all-reduce": _plain_all_reduce,
     "padded-columns": _padded_columns,
     "per-rank-count": _per_rank_count,
     "rolled-labels": _rolled_labels,
+    "context-sum": _context_sum,
 }
 
 

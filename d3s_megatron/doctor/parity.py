@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def parity(
                 layout.num_processes,
                 Job(model, str(folder / f"{layout.name}.pt"), layout.actor, fault=fault),
             )
-            for layout in [NamedLayout(SINGLE, 1, {}), *layouts]
+            for layout in [
+                NamedLayout(SINGLE, 1, {}),
+                *(replace(layout, actor=SMALL_ROWS | layout.actor) for layout in layouts),
+            ]
         }
         outcomes = run_jobs(jobs, folder)
         single = outcomes.pop(SINGLE)

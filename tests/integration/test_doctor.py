@@ -19,6 +19,7 @@ SHOWN = {
     "per-rank-count": ("dp2", "loss", "token count of all ranks"),
     "padded-columns": ("single", "log-probs", "padded vocabulary columns"),
     "rolled-labels": ("single", "log-probs", "packed border"),
+    "context-sum": ("cp2", "grad norm", "every gradient is 2 times"),
 }
 
 
@@ -29,7 +30,7 @@ def outcomes(tmp_path_factory):
     model = str(tiny_model(folder / "model"))
     jobs = {}
     for fault in [None, *FAULTS]:
-        for name, size in (("single", 1), ("tp2", 2), ("dp2", 2)):
+        for name, size in (("single", 1), ("tp2", 2), ("dp2", 2), ("cp2", 2)):
             if fault is None or SHOWN[fault][0] == name:
                 actor = {} if name == "single" else SMALL_ROWS | parse_layout(name).actor
                 job = Job(model, str(folder / f"{fault}.{name}.pt"), actor, fault=fault)
@@ -40,7 +41,7 @@ def outcomes(tmp_path_factory):
 
 def test_a_right_layout_agrees_with_the_single_process_and_that_with_transformers(outcomes, capsys):
     single = outcomes["none/single"]
-    pairs = [(name, outcomes[f"none/{name}"], single, "single process") for name in ("tp2", "dp2")]
+    pairs = [(name, outcomes[f"none/{name}"], single, "single process") for name in ("tp2", "dp2", "cp2")]
     assert report([*pairs, ("single", single, outcomes["plain"], "transformers")], TOLERANCE)
     assert "WRONG" not in capsys.readouterr().out
 

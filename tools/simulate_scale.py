@@ -202,7 +202,8 @@ def run_top_share(num_scores: int, ranks: int, share: float, seed: int) -> TopSh
 def balance_of(parts: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> Balance:
     """Of samples shared out as `parts`; micro-batches by first fit of whole samples."""
     tokens = [sum(lengths[i] for i in part) for part in parts]
-    costs = [sum(cost(lengths[i]) for i in part) for part in parts]
+    cost_of = cost(torch.tensor(lengths)).tolist()
+    costs = [sum(cost_of[i] for i in part) for part in parts]
     bins = [len(ops.first_fit([min(lengths[i], max_tokens) for i in part], max_tokens)) for part in parts]
     mean = [sum(values) / len(values) for values in (tokens, costs, bins)]
     return Balance(max(tokens) / mean[0], max(costs) / mean[1], max(bins), mean[2])
@@ -211,9 +212,9 @@ def balance_of(parts: Sequence[Sequence[int]], lengths: Sequence[int], max_token
 def seconds_per_token(longest: int, max_tokens: int) -> tuple[float, float]:
     """(laying samples into rows, handing rollouts over), measured on about 2^20 tokens: both are linear."""
     lengths = answer_lengths(2**20, longest, seed=7)
-    prompt = Prompt("", "", (1,) * PROMPT_TOKENS, "")
+    prompts = [Prompt("", "", (i,) * PROMPT_TOKENS, "") for i in range(len(lengths))]
     rollouts = [
-        Rollout(Request(i, i, prompt, 0), (2,) * n, (-1.0,) * n, "stop", "") for i, n in enumerate(lengths.tolist())
+        Rollout(Request(i, i, prompts[i], 0), (2,) * n, (-1.0,) * n, "stop", "") for i, n in enumerate(lengths.tolist())
     ]
     everything = Experience.new(0, 0, torch.arange(len(rollouts)), torch.zeros(len(rollouts)), lengths)
     alone = init_parallel(ActorConfig())
@@ -235,7 +236,8 @@ def simulate(
     selected, credit_seconds = timed(lambda: recipe.apply(experience, kept))
     uids = selected.kept.nonzero().flatten()
     whole = (experience.lengths[uids] + PROMPT_TOKENS).tolist()
-    (_, replica), share_seconds = timed(lambda: plan_shares(uids, torch.tensor(whole), 1, dp, 0, 0))
+    prompts, groups = torch.full_like(uids, PROMPT_TOKENS), experience.group_ids[uids]
+    (_, replica), share_seconds = timed(lambda: plan_shares(uids, torch.tensor(whole), 1, dp, 0, 0, prompts, groups))
     parts = [(replica == r).nonzero().flatten().tolist() for r in range(dp)]
     before_of = _replica_of_prompts(int(experience.group_ids[-1]) + 1, layout)[experience.group_ids[uids]]
     before = [(before_of == replica).nonzero().flatten().tolist() for replica in range(dp)]

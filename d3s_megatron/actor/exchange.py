@@ -34,7 +34,16 @@ def share_out(
     replica_of_rank = [int(one) for one in gather_rows(torch.tensor([layout.dp_rank]), layout)]
     uids, prompts = torch.cat(tables).unbind(1)  # [K] each
     whole = prompts + experience.lengths[uids]
-    minibatch, replica = plan_shares(uids, whole, num_minibatches, layout.dp_size, experience.seed, experience.step)
+    minibatch, replica = plan_shares(
+        uids,
+        whole,
+        num_minibatches,
+        layout.dp_size,
+        experience.seed,
+        experience.step,
+        prompts,
+        experience.group_ids[uids],
+    )
     target = dict(zip(uids.tolist(), replica.tolist(), strict=True))
     incoming = replica == layout.dp_rank  # in the order in which they arrive: rank by rank, as each holds them
     counts = torch.tensor([len(table) for table in tables])
@@ -65,7 +74,14 @@ def share_out(
 
 
 def plan_shares(
-    uids: Tensor, lengths: Tensor, num_minibatches: int, num_replicas: int, seed: int, step: int
+    uids: Tensor,
+    lengths: Tensor,
+    num_minibatches: int,
+    num_replicas: int,
+    seed: int,
+    step: int,
+    prompts: Tensor | None = None,
+    groups: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mini-batch and the replica of each rollout, [K] int64 both; the same in any order of the rollouts.
 
@@ -75,6 +91,7 @@ def plan_shares(
     Args:
         uids: [K] int64.
         lengths: [K] int64, prompt and response tokens.
+        prompts, groups: [K] int64, prompt tokens and which prompt it is; see `distribute`.
     """
     minibatch, replica = torch.zeros_like(uids), torch.zeros_like(uids)
     if not len(uids):
@@ -85,8 +102,8 @@ def plan_shares(
         part = order[m::num]
         part = part[uids[part].argsort()]
         minibatch[part] = m
-        for where, members in enumerate(distribute(lengths[part].tolist(), num_replicas)):
-            replica[part[members]] = where
+        of_part = [None if column is None else column[part] for column in (prompts, groups)]
+        replica[part] = distribute(lengths[part], num_replicas, *of_part)
     return minibatch, replica
 
 

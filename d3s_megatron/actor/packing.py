@@ -25,18 +25,42 @@ from d3s_megatron.types import Sample, TokenBatch
 # Tokens at which causal attention costs a sample as much as the matrices: a layer's parameters over heads x head size.
 # 17k for Qwen2.5-0.5B, 30k for 1.5B, 65k for 7B, 104k for Llama-3.1-70B: a middle serves, as only balance hangs on it.
 ATTENTION_PARITY = 32_768
+# Samples of a prompt are kept together in pieces of at most an eighth of a rank's share, so that shares stay even, and
+# only where prompts are a tenth of the tokens or more.
+UNITS_PER_RANK, WORTH_SHARING = 8, 0.1
 PAD_SPAN = 256  # padding is cut into pieces, so that attention inside it stays cheap
 PAD_ID = 0  # any valid token id: padding is a sample of its own, never attended to and never scored
 
 
-def cost(length: int) -> int:
-    """What a sample costs, in tokens of a short one: the matrices by its length, attention by its square."""
-    return round(length * (1 + length / ATTENTION_PARITY))
+def cost(lengths: Tensor) -> Tensor:
+    """What samples of these lengths cost, in tokens of a short one: matrices by the length, attention by its square."""
+    return (lengths * (1 + lengths.double() / ATTENTION_PARITY)).round().long()
 
 
-def distribute(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Sample lengths in tokens -> the sample indices of each rank, ascending, costs balanced."""
-    return [sorted(part) for part in ops.balanced_partition([cost(length) for length in lengths], num_ranks)]
+def distribute(lengths: Tensor, num_ranks: int, prompts: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
+    """The rank [K] that gets each sample, costs balanced.
+
+    Args:
+        lengths: [K] tokens of prompt and response.
+        prompts: [K] those of the prompt; where they are much of the whole, samples of a group stay together.
+        groups: [K] which prompt a sample has; samples of one stand side by side.
+    """
+    costs = cost(lengths)
+    units = torch.arange(len(costs))  # what goes to a rank as a whole: ascending numbers
+    if prompts is not None and groups is not None and int(prompts.sum()) >= WORTH_SHARING * int(lengths.sum()):
+        most = int(costs.sum()) / (UNITS_PER_RANK * num_ranks)
+        _, group, sizes = torch.unique_consecutive(groups, return_inverse=True, return_counts=True)
+        before = costs.cumsum(0) - costs
+        before -= before[(sizes.cumsum(0) - sizes)[group]]  # of the same group
+        _, units, sizes = torch.unique_consecutive(
+            torch.stack([group, (before / most).long()], 1), dim=0, return_inverse=True, return_counts=True
+        )
+        costs = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, units, costs)
+        costs -= prompts[sizes.cumsum(0) - sizes] * (sizes - 1)  # the layers run on a shared prompt once
+    rank_of = torch.empty(len(costs), dtype=torch.int64)
+    for rank, members in enumerate(ops.balanced_partition(costs.tolist(), num_ranks)):
+        rank_of[members] = rank
+    return rank_of[units]
 
 
 def pack(

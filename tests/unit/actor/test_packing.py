@@ -83,17 +83,11 @@ def test_ranks_with_fewer_rows_are_filled_up_and_stages_get_one_shape():
         assert torch.equal(before.targets, after.targets) and int(after.cu_seqlens[-1]) == len(after.token_ids)
 
 
-def test_ranks_get_every_sample_once():
-    parts = distribute([9, 1, 1, 8, 7, 3], 3)
-    assert sorted(i for part in parts for i in part) == [0, 1, 2, 3, 4, 5]
-    assert distribute([], 2) == [[], []]
-
-
 def test_a_long_sample_weighs_more_than_short_ones_of_as_many_tokens():
     """Attention grows with the square: 32k tokens in one sample are balanced by more tokens in short ones."""
-    parts = distribute([32_768] + [1_024] * 44, 2)
-    (rest,) = (part for part in parts if 0 not in part)
-    assert len(rest) == 44  # 45k tokens against 32k: 46k and 66k by cost
+    rank = distribute(torch.tensor([32_768] + [1_024] * 44), 2)
+    assert int((rank != rank[0]).sum()) == 44  # 45k tokens against 32k: 46k and 66k by cost
+    assert distribute(torch.zeros(0, dtype=torch.int64), 2).tolist() == []
 
 
 @settings(max_examples=40, deadline=None)

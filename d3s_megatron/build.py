@@ -136,6 +136,7 @@ def _engine(config: RunConfig, layout: Layout) -> RolloutEngine:
             rank=layout.rank,
             num_ranks=layout.world_size,
             share=_first_ranks,
+            device=layout.device,
         )
     return make_engine(config.model.path, config.rollout, longest, layout.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 from collections.abc import Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
@@ -86,7 +87,19 @@ class Connection:
             raise Lost(data["message"])
         return data
 
+    @property
+    def own_address(self) -> str:
+        """The address of this machine by which the server reaches it."""
+        return self._http.sock.getsockname()[0]
+
+    def is_gone(self) -> bool:
+        """Whether the server has closed its end, also where bytes that came before are still to be read."""
+        poll = select.poll()
+        poll.register(self._http.sock, getattr(select, "POLLRDHUP", 0))
+        return bool(poll.poll(0))
+
     def close(self) -> None:
+        """Ends the call."""
         self._http.close()
 
     @staticmethod

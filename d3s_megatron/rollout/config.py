@@ -25,8 +25,9 @@ class RolloutConfig:
     server_timeout: float = 120.0
     """Seconds of silence after which a server is lost; a living one sends a sign every 5."""
 
-    weight_transport: Literal["http", "folder"] = "http"
-    """How servers get new weights: a stream of buckets, or a folder that run and servers both see."""
+    weight_transport: Literal["http", "folder", "broadcast"] = "http"
+    """How servers get new weights: a stream of buckets to each, a folder that run and servers both see, or one
+    broadcast to all of them in a process group (NCCL where run and servers have GPUs of their own, else gloo)."""
 
     sync_folder: str = ""
     """Where weights are written for weight_transport "folder"; each is removed once every server has read it."""
@@ -102,8 +103,10 @@ class RolloutConfig:
         for name in ("server_patience", "server_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}: give seconds above 0")
-        if self.weight_transport not in ("http", "folder"):
-            raise ValueError(f"rollout.weight_transport is {self.weight_transport!r}: use 'http' or 'folder'")
+        if self.weight_transport not in ("http", "folder", "broadcast"):
+            raise ValueError(
+                f"rollout.weight_transport is {self.weight_transport!r}: use 'http', 'folder' or 'broadcast'"
+            )
         if self.weight_transport == "folder" and not self.sync_folder:
             raise ValueError("rollout.sync_folder is empty: name a folder that run and servers both see")
 

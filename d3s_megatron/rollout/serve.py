@@ -10,6 +10,7 @@ can do the same, so keep it inside of the cluster.
     GET  /health                    what is served, and the name of its weights
     POST /generate                  token ids, seeds, sampling -> token ids, log-probs, finish reasons, text
     POST /weights?version=NAME      a stream of frames (wire.py): every weight of the model
+    POST /weights_broadcast?version=NAME   the same, whose bytes come by broadcast in a process group (group.py)
     POST /weights_folder            {"version", "folder"}: the same from a Hugging Face folder that this machine sees
 """
 
@@ -29,10 +30,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import torch
+
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import lockstep
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import RolloutEngine
+from d3s_megatron.rollout.group import BroadcastReader, Membership, device_name
 from d3s_megatron.rollout.serving import Call, Stale, Weights, Worker
 from d3s_megatron.rollout.wire import Checksum, WeightReader, pack_rollouts, unpack_requests
 
@@ -58,7 +62,9 @@ class Server(ThreadingHTTPServer):
             "dtype": config.dtype,
             "max_model_len": max_model_len,
             "shape": shape_facts(self.shape),
+            "device": device_name(getattr(engine, "device", torch.device("cpu"))),
         }
+        self.membership = Membership()
         self.worker = Worker(engine)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -67,6 +73,7 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self.worker.close()
+        self.membership.leave()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -83,12 +90,18 @@ class Handler(BaseHTTPRequestHandler):
         self._begin()
         worker = self.server.worker
         state = {"version": worker.version, "num_waiting": worker.num_waiting, "alive": worker.thread.is_alive()}
+        state["group"] = self.server.membership.name
         self.wfile.write(json.dumps(self.server.facts | state).encode())
 
     def do_POST(self) -> None:
         """A call for answers, or new weights."""
         url = urlsplit(self.path)
-        make = {"/generate": self._generate, "/weights": self._stream, "/weights_folder": self._folder}.get(url.path)
+        make = {
+            "/generate": self._generate,
+            "/weights": self._stream,
+            "/weights_broadcast": self._broadcast,
+            "/weights_folder": self._folder,
+        }.get(url.path)
         if make is None:
             self.send_error(404)
             return
@@ -112,8 +125,14 @@ class Handler(BaseHTTPRequestHandler):
         return pack_rollouts(self._wait(call.rollouts))
 
     def _stream(self, query: dict[str, list[str]]) -> bytes:
-        reader = WeightReader(self.rfile)
-        weights = Weights(reader, query["version"][0])
+        return self._load(WeightReader(self.rfile), query["version"][0])
+
+    def _broadcast(self, query: dict[str, list[str]]) -> bytes:
+        version, own_address = query["version"][0], self.connection.getsockname()[0]
+        return self._load(BroadcastReader(self.rfile, version, self.server.membership, own_address), version)
+
+    def _load(self, reader: WeightReader, version: str) -> bytes:
+        weights = Weights(reader, version)
         self.server.worker.put(weights)
         try:
             self._wait(weights.loaded)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from d3s_megatron.convert import read_shape
+from d3s_megatron.rollout.broadcast import Broadcast
 from d3s_megatron.rollout.client import Client
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.dispatch import ExpectedLengths, Lost, NoServerLeft, dispatch
@@ -33,6 +35,7 @@ from d3s_megatron.types import Request, Rollout
 
 POLL_SECONDS = 1.0
 RESTART = "start them again, and the same command goes on from the last checkpoint"
+CPU = torch.device("cpu")
 MAX_CONNECTIONS = 64  # of one rank to one server
 
 Share = Callable[[Any], Any]  # the first rank's value, on every rank
@@ -53,6 +56,7 @@ class ServerEngine:
         rank: int = 0,
         num_ranks: int = 1,
         share: Share = lambda value: value,
+        device: torch.device = CPU,
     ) -> None:
         """Waits until every server of `rollout.servers` answers; ValueError names those that do not, or do not fit."""
         self._folder, self._config, self._rank, self._share = Path(folder), config, rank, share
@@ -63,6 +67,7 @@ class ServerEngine:
         run = share(secrets.token_hex(4))
         self._versions = (f"{run}-{i}" for i in itertools.count())
         self._version = ""
+        self._broadcast = Broadcast(config.server_timeout, device)  # waits for the first sync before it does anything
         self.sync_bytes = 0  # sent to each server, all weights so far
         wrong = share(self._first_look(max_model_len) if rank == 0 else None)
         if wrong:
@@ -132,6 +137,8 @@ class ServerEngine:
         clients, dtype = list(self._clients.values()), self._config.dtype
         if self._config.weight_transport == "folder":
             return by_folder(clients, stream, dtype, self._version, Path(self._config.sync_folder), self._folder)
+        if self._config.weight_transport == "broadcast":
+            return self._broadcast.send(clients, stream, dtype, self._version)
         return by_stream(clients, stream, dtype, self._version)
 
     def rest(self) -> None:
@@ -140,6 +147,7 @@ class ServerEngine:
     def close(self) -> None:
         """Forgets the servers; they go on, and another run may send them its weights."""
         self._alive = ()
+        self._broadcast.close()
 
     def _lost(self, address: str, why: Lost) -> None:
         self._alive = tuple(a for a in self._alive if a != address)

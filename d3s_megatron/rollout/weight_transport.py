@@ -1,14 +1,15 @@
 """Two ways for weights to get to servers: a stream of bounded buckets over HTTP, and a folder on a shared disk.
 
-Neither holds the whole model in memory. Both return what became of each server that did not take the weights, and the
-number of bytes; a server has taken them when it answers with the same checksum over every name and value.
+broadcast.py is a third. None holds the whole model in memory. All return what became of each server that did not take
+the weights, and the number of bytes; a server has taken them when it answers with the same checksum over every name and
+value.
 """
 
 from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -35,7 +36,10 @@ def by_stream(
     """
     checksum, frames = Checksum(), [_Frames() for _ in clients]
     with ThreadPoolExecutor(max(1, len(clients))) as pool:
-        replies = [pool.submit(_upload, client, mine, version) for client, mine in zip(clients, frames, strict=True)]
+        replies = {
+            client.address: pool.submit(_upload, client, mine, version)
+            for client, mine in zip(clients, frames, strict=True)
+        }
         try:
             for pieces in weight_frames(stream, dtype, BUCKET_BYTES, checksum):
                 for mine in frames:
@@ -44,7 +48,7 @@ def by_stream(
             for mine in frames:
                 mine.put(_CUT_OFF)
             raise
-        return _outcome(clients, replies, version, checksum), checksum.num_bytes
+        return outcome_of(replies, version, checksum), checksum.num_bytes
 
 
 def _upload(client: Client, frames: _Frames, version: str) -> dict[str, Any]:
@@ -109,23 +113,23 @@ def by_folder(
     save_hf_folder(folder, read_shape(model), counted(), model, DTYPES[dtype])
     try:
         with ThreadPoolExecutor(max(1, len(clients))) as pool:
-            replies = [pool.submit(client.load_folder, str(folder), dtype, version) for client in clients]
-            return _outcome(clients, replies, version, checksum), checksum.num_bytes
+            replies = {
+                client.address: pool.submit(client.load_folder, str(folder), dtype, version) for client in clients
+            }
+            return outcome_of(replies, version, checksum), checksum.num_bytes
     finally:
         shutil.rmtree(folder)
 
 
-def _outcome(
-    clients: Sequence[Client], replies: Sequence[Future[dict[str, Any]]], version: str, checksum: Checksum
-) -> Outcome:
-    """Waits for all servers."""
+def outcome_of(replies: Mapping[str, Future[dict[str, Any]]], version: str, checksum: Checksum) -> Outcome:
+    """Waits for what every server, by its address, says of the weights."""
     outcome: Outcome = {}
-    for client, future in zip(clients, replies, strict=True):
+    for address, future in replies.items():
         try:
             reply = future.result()
         except (Lost, ValueError) as failed:
-            outcome[client.address] = failed
+            outcome[address] = failed
             continue
         if (reply["version"], reply["checksum"]) != (version, checksum.value):
-            outcome[client.address] = Lost(f"it read weights of checksum {reply['checksum']}, not {checksum.value}")
+            outcome[address] = Lost(f"it read weights of checksum {reply['checksum']}, not {checksum.value}")
     return outcome

@@ -74,17 +74,69 @@ def _bytes(flat: Tensor) -> memoryview:
 
 
 class Checksum:
-    """A CRC-32 over names and values of tensors that does not depend on their order."""
+    """A CRC-32 over names and values of tensors that does not depend on their order.
+
+    Values on a GPU are summed up there in their place (`device_sum`): both ends of a stream have theirs on a GPU, or
+    neither.
+    """
 
     def __init__(self) -> None:
         self.value = self.num_bytes = 0
 
     def add(self, name: str, flat: Tensor) -> int:
-        """Adds a CPU tensor [n] with its name, and returns the CRC-32 of these two alone."""
-        crc = zlib.crc32(_bytes(flat), zlib.crc32(name.encode()))
+        """Adds a tensor [n] with its name, and returns the checksum of these two alone."""
+        crc = zlib.crc32(name.encode())
+        crc = (crc + device_sum(flat)) % 2**32 if flat.is_cuda else zlib.crc32(_bytes(flat), crc)
         self.value = (self.value + crc) % 2**32
         self.num_bytes += flat.nbytes
         return crc
+
+
+_SUM_BYTES_AT_ONCE = 1 << 24
+_SUM_FACTOR = 0x9E3779B1  # odd: a changed byte always changes the sum
+
+
+def device_sum(flat: Tensor) -> int:
+    """A checksum of 32 bits over the bytes of a tensor [n], on any device: sum of (byte + 1) x odd number of its place.
+
+    Modulo 2^32; it finds every single byte that was changed, and bytes that changed places.
+    """
+    data, total = flat.view(torch.uint8), 0
+    for start in range(0, len(data), _SUM_BYTES_AT_ONCE):
+        part = data[start : start + _SUM_BYTES_AT_ONCE].long() + 1
+        place = torch.arange(start, start + len(part), device=data.device)
+        total += int((part * ((place * _SUM_FACTOR) % 2**32 | 1)).sum()) % 2**32
+    return total % 2**32
+
+
+Held = list[tuple[str, Tensor]]  # the tensors of a bucket
+
+
+def buckets(
+    stream: Iterable[tuple[str, Tensor]], dtype: str, bucket_bytes: int, device: torch.device | str = "cpu"
+) -> Iterator[Held]:
+    """A stream of weights in buckets of at most `bucket_bytes`, cast to `dtype`; a larger tensor has one of its own."""
+    held: Held = []
+    size = 0
+    for name, tensor in stream:
+        # A copy, since a stream may reuse its buffer for the next bucket.
+        tensor = tensor.detach().to(device=device, dtype=DTYPES[dtype], copy=True).contiguous()
+        if held and size + tensor.nbytes > bucket_bytes:
+            yield held
+            held, size = [], 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    if held:
+        yield held
+
+
+def describe(held: Held, dtype: str, checksum: Checksum) -> tuple[dict[str, Any], list[Tensor]]:
+    """The header of a bucket, with name, shape and checksum of every tensor, and its tensors, flat."""
+    flats = [tensor.reshape(-1) for _, tensor in held]
+    tensors = [
+        (name, tuple(tensor.shape), checksum.add(name, flat)) for (name, tensor), flat in zip(held, flats, strict=True)
+    ]
+    return {"tensors": tensors, "dtype": dtype}, flats
 
 
 def weight_frames(
@@ -94,27 +146,15 @@ def weight_frames(
 
     A tensor larger than that is a frame of its own. `checksum` is whole once the last frame has been drawn.
     """
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in stream:
-        # A copy, since a stream may reuse its buffer for the next bucket.
-        tensor = tensor.detach().to(device="cpu", dtype=DTYPES[dtype], copy=True).contiguous()
-        if held and size + tensor.nbytes > bucket_bytes:
-            yield _tensors(held, dtype, checksum)
-            held, size = [], 0
-        held.append((name, tensor))
-        size += tensor.nbytes
-    if held:
-        yield _tensors(held, dtype, checksum)
-    yield frame({"end": True, "checksum": checksum.value})
+    for held in buckets(stream, dtype, bucket_bytes):
+        header, flats = describe(held, dtype, checksum)
+        yield frame(header, *(_bytes(flat) for flat in flats))
+    yield last_frame(checksum)
 
 
-def _tensors(held: Sequence[tuple[str, Tensor]], dtype: str, checksum: Checksum) -> Pieces:
-    flats = [tensor.reshape(-1) for _, tensor in held]
-    tensors = [
-        (name, tuple(tensor.shape), checksum.add(name, flat)) for (name, tensor), flat in zip(held, flats, strict=True)
-    ]
-    return frame({"tensors": tensors, "dtype": dtype}, *(_bytes(flat) for flat in flats))
+def last_frame(checksum: Checksum) -> Pieces:
+    """What ends a stream of weights."""
+    return frame({"end": True, "checksum": checksum.value})
 
 
 class WeightReader:
@@ -122,34 +162,41 @@ class WeightReader:
 
     def __init__(self, source: BufferedIOBase) -> None:
         self._source = source
-        self._ended = False
+        self._end: dict[str, Any] | None = None
         self.checksum = Checksum()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) pairs; ConnectionError where the stream is cut off, ValueError where its bytes are wrong."""
-        while True:
-            header = self._header()
-            if "end" in header:
-                self._ended = True
-                if header["checksum"] != self.checksum.value:
-                    raise ValueError("the stream of weights does not add up to the checksum at its end")
-                return
-            flat = torch.empty(header["bytes"], dtype=torch.uint8)
-            self._read_into(_bytes(flat))
+        for header, flat in self.buckets():
             flat = flat.view(DTYPES[header["dtype"]])
             sizes = [torch.Size(shape).numel() for _, shape, _ in header["tensors"]]
             for (name, shape, crc), part in zip(header["tensors"], flat.split(sizes), strict=True):
                 if self.checksum.add(name, part) != crc:
                     raise ValueError(f"weight {name!r} was changed on its way")
                 yield name, part.view(shape)
+        assert self._end is not None
+        if self._end["checksum"] != self.checksum.value:
+            raise ValueError("the stream of weights does not add up to the checksum at its end")
 
     def drain(self) -> None:
         """Reads to the end without a look, so that a sender whose weights were refused gets to hear why."""
-        while not self._ended:
+        for _ in self.buckets():
+            pass
+
+    def buckets(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """(header, bytes [n] uint8) of every bucket that is still to come."""
+        while self._end is None:
             header = self._header()
-            self._ended = "end" in header
-            if not self._ended:
-                self._exactly(header["bytes"])
+            if "end" in header:
+                self._end = header
+            else:
+                yield from self._take(header)
+
+    def _take(self, header: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """What a frame that is not the last one brings."""
+        flat = torch.empty(header["bytes"], dtype=torch.uint8)
+        self._read_into(_bytes(flat))
+        yield header, flat
 
     def _header(self) -> dict[str, Any]:
         length = int.from_bytes(self._exactly(4), "big")

@@ -73,7 +73,7 @@ def test_answers_are_those_of_the_engine_itself_however_many_servers(
     assert len({r.token_ids for r in got}) > 9
 
 
-@pytest.mark.parametrize("transport", ["http", "folder"])
+@pytest.mark.parametrize("transport", ["http", "folder", "broadcast"])
 def test_new_weights_reach_every_server(folder, serve, engine_of, requests_for, tmp_path, transport):
     servers = [serve(), serve()]
     engine = engine_of(servers, weight_transport=transport, sync_folder=str(tmp_path))
@@ -120,9 +120,10 @@ def test_a_server_with_weights_of_another_run_is_not_asked(folder, serve, engine
     assert "asked for weights" in capfd.readouterr().err
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_server_lives_on(folder, serve, engine_of, requests_for):
+@pytest.mark.parametrize("transport", ["http", "broadcast"])
+def test_weights_that_do_not_fit_are_refused_and_the_server_lives_on(folder, serve, engine_of, requests_for, transport):
     server = serve()
-    engine = engine_of([server])
+    engine = engine_of([server], weight_transport=transport)
     right = weights(folder("qwen2-tied", 0))
     for wrong, what in (
         ([*right, ("lm_head.weight", torch.zeros(2, 2))], "unknown"),
@@ -135,8 +136,9 @@ def test_weights_that_do_not_fit_are_refused_and_the_server_lives_on(folder, ser
     assert len(engine.generate(requests_for(2), SAMPLING)) == 6
 
 
-def test_a_stream_that_fails_in_the_trainer_leaves_no_server_waiting(folder, serve, engine_of, requests_for):
-    engine = engine_of([serve(), serve()])
+@pytest.mark.parametrize("transport", ["http", "broadcast"])
+def test_a_stream_that_fails_in_the_trainer_leaves_no_server_waiting(folder, serve, engine_of, requests_for, transport):
+    engine = engine_of([serve(), serve()], weight_transport=transport)
 
     def broken():
         yield from weights(folder("qwen2-tied", 0))[:2]

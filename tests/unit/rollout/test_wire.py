@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3s_megatron.rollout.wire import Checksum, WeightReader, is_last, weight_frames
+from d3s_megatron.rollout.wire import Checksum, WeightReader, device_sum, is_last, weight_frames
 
 SHAPES = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=6)
 
@@ -76,3 +76,16 @@ def test_changed_and_missing_bytes_are_found():
     reader = WeightReader(stream(frames))
     reader.drain()
     assert reader.checksum.num_bytes == 0
+
+
+@given(st.binary(min_size=2, max_size=40), st.data())
+def test_the_sum_for_devices_finds_a_changed_byte_and_a_changed_place(data, draw):
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    i, j = (draw.draw(st.integers(0, len(data) - 1)) for _ in range(2))
+    changed, swapped = flat.clone(), flat.clone()
+    changed[i] ^= draw.draw(st.integers(1, 255))
+    swapped[[i, j]] = flat[[j, i]]
+    assert device_sum(changed) != device_sum(flat)
+    assert (device_sum(swapped) == device_sum(flat)) == torch.equal(swapped, flat)
+    expected = sum((int(byte) + 1) * (k * 0x9E3779B1 % 2**32 | 1) for k, byte in enumerate(data)) % 2**32
+    assert device_sum(flat) == expected

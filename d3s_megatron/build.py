@@ -31,6 +31,7 @@ from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
 from d3s_megatron.rollout import RolloutEngine
 from d3s_megatron.stopping import Stop
+from d3s_megatron.sync_probe import check_sync
 from d3s_megatron.types import Prompt
 from d3s_megatron.watch import Watch
 
@@ -204,6 +205,8 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
         _resume(parts, start)
     if start.folder is not None or config.rollout.engine == "server":
         parts.engine.load_weights(parts.actor.weights())  # before its first answer (fault G04)
+    if config.rollout.probe_after_sync:
+        check_sync(parts.engine, parts.actor, questions.train, config, layout, "before the first rollout")
     for note in (*start.notes, *questions.notes, *config.rollout.warnings()):
         log.message(note)
     return parts

@@ -246,11 +246,14 @@ def parse_config(argv: Sequence[str]) -> RunConfig:
 
 
 def _resolve(config: RunConfig) -> RunConfig:
-    """With the values that depend on another section filled in."""
-    if config.algorithm.rollout_correction is not None:
-        return config
-    level = "none" if config.rollout.engine == "transformers" else "token"
-    return replace(config, algorithm=replace(config.algorithm, rollout_correction=level))
+    """With the values that depend on the engine filled in."""
+    algorithm, rollout = config.algorithm, config.rollout
+    built_in = rollout.engine == "transformers"
+    if algorithm.rollout_correction is None:
+        algorithm = replace(algorithm, rollout_correction="none" if built_in else "token")
+    if rollout.probe_after_sync is None:
+        rollout = replace(rollout, probe_after_sync=not built_in)
+    return replace(config, algorithm=algorithm, rollout=rollout)
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -34,6 +34,7 @@ from d3s_megatron.report.plot import plot_run
 from d3s_megatron.report.run_log import RunLog, StageClock
 from d3s_megatron.resume import find_start, with_start
 from d3s_megatron.rewards import grade_rollouts
+from d3s_megatron.sync_probe import check_sync
 from d3s_megatron.types import Rollout
 
 
@@ -83,13 +84,18 @@ def train(parts: Parts) -> Progress:
         with clock("sync"):
             if stepped:
                 source.sync(parts.actor.weights())
+        synced = {}
+        if stepped and config.rollout.probe_after_sync:
+            with clock("sync_probe"):
+                after = f"after the weight sync of step {step + 1}"
+                synced = check_sync(parts.engine, parts.actor, parts.questions.train, config, layout, after)
 
         row = stages.step_metrics(amounts, judged, selected, batch, mismatch, updates, parts.recipe, parts.loss, layout)
         row["staleness"] = staleness
         with clock("audit"):
             record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
             parts.audit.step(record, row, parts.actor)
-        row |= parts.reward.report() | probed | clock.as_row()
+        row |= parts.reward.report() | probed | synced | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
         if not stepped and not row["num_bad_updates"]:

@@ -41,6 +41,7 @@ FLOORS = {
             "launch",
             "watch",
             "ahead",
+            "sync_probe",
         ),
         TOP,
     ),

@@ -35,6 +35,14 @@ class RolloutConfig:
     ahead: bool = False
     """Generate the next step's rollouts while this one trains, by weights one update older; for engine "server"."""
 
+    probe_after_sync: bool | None = None
+    """Let each engine answer a few tokens after every weight sync, and compare their log-probs with the trainer's
+    before a rollout is made; null is on for engines "vllm" and "server"."""
+
+    probe_tolerance: float = 0.0
+    """Largest mean difference of that probe, in nats a token; a larger one ends the run. 0 takes 0.01 where engine and
+    trainer compute in float32, else 0.2."""
+
     max_mismatch: float = 0.5
     """End the run where trainer and engine log-probs differ by more than this on average, in nats; 0 is off."""
 
@@ -86,8 +94,11 @@ class RolloutConfig:
                 f"rollout.ahead is on with rollout.engine {self.engine!r}, which shares the trainer's device: "
                 "use engine 'server'"
             )
-        if self.max_mismatch < 0:
-            raise ValueError(f"rollout.max_mismatch is {self.max_mismatch}: give nats per token above 0, or 0 for off")
+        for name, zero in (("max_mismatch", "off"), ("probe_tolerance", "what the types allow")):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"rollout.{name} is {getattr(self, name)}: give nats per token above 0, or 0 for {zero}"
+                )
         self.sampling()  # checks the rest
 
     def _check_servers(self) -> None:

@@ -59,6 +59,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Rollout]]:
+        """All requests answered by every engine behind this one, to compare them; a collective where `generate` is.
+
+        Each rollout stands with the name of its engine: a server's address, empty for the only engine of this process.
+        """
+        ...
+
     def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces every weight from (Hugging Face name, full tensor) pairs, in any order, cast to the engine's dtype.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from d3s_megatron.ops import mix64
 from d3s_megatron.types import Prompt, Request
 
@@ -18,8 +20,10 @@ def make_requests(
     A rank that holds a share of the batch passes the slot of its first prompt as `first_group`; uids and seeds are
     then those that one rank alone would have given.
     """
-    requests = []
-    for group_id, prompt in enumerate(prompts, start=first_group):
-        for uid in range(group_id * num_samples, (group_id + 1) * num_samples):
-            requests.append(Request(uid, group_id, prompt, seed=mix64(seed, step, uid, _SALT)))
-    return requests
+    first = first_group * num_samples
+    uids = range(first, first + len(prompts) * num_samples)
+    seeds = mix64(seed, step, torch.tensor(uids, dtype=torch.int64), _SALT).tolist() if uids else []
+    return [
+        Request(uid, uid // num_samples, prompts[(uid - first) // num_samples], seed)
+        for uid, seed in zip(uids, seeds, strict=True)
+    ]

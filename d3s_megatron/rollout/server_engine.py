@@ -16,6 +16,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,20 @@ class ServerEngine:
         rollouts = [answers[i] for i in range(len(requests))]
         self._lengths.add(rollouts)
         return rollouts
+
+    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Rollout]]:
+        """Every server's answers to all requests, asked by the first rank; a server that is lost meanwhile is named."""
+        if self._rank:
+            return []
+        answers: list[tuple[str, Rollout]] = []
+        with ThreadPoolExecutor(max(1, len(self._alive))) as pool:
+            asked = {a: pool.submit(self._clients[a].generate, requests, sampling, self._version) for a in self._alive}
+        for address, future in asked.items():
+            try:
+                answers += [(address, rollout) for rollout in future.result()]
+            except Lost as why:
+                self._lost(address, why)
+        return answers
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Sends every weight to all servers that answer, those lost before included (contract in `engine.py`).

@@ -77,6 +77,10 @@ class TransformersEngine:
                 )
         return [rollouts[i] for i in range(len(requests))]
 
+    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Rollout]]:
+        """The same as `generate`, for the only engine there is (contract in `engine.py`)."""
+        return [("", rollout) for rollout in self.generate(requests, sampling)]
+
     @torch.no_grad()
     def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces every weight (contract in `engine.py`)."""

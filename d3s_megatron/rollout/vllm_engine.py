@@ -93,6 +93,10 @@ class VllmEngine:
         start = sum(map(len, parts[: self._group.rank()]))
         return self._generate(list(chain.from_iterable(parts)), sampling)[start : start + len(requests)]
 
+    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Rollout]]:
+        """The same as `generate`, for the only engine there is (contract in `engine.py`)."""
+        return [("", rollout) for rollout in self.generate(requests, sampling)]
+
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         slots = {key: i for i, key in enumerate(self.submit(requests, sampling))}
         progress, num_tokens = ProgressLine(len(requests)), 0

@@ -36,14 +36,14 @@ def _import(options: argparse.Namespace) -> int:
     planned = jobs.import_job(
         options.source, options.out, options.tp, options.pp, options.vpp, options.vocab_multiple, _dtype(options)
     )
-    print(job.run(planned, options.workers))
+    print(job.run(planned, options.workers, not options.buffered))
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
     _plan_of(options).check()
     planned = jobs.export_job(options.source, options.out, options.hf, options.max_shard_bytes, _dtype(options))
-    print(job.run(planned, options.workers))
+    print(job.run(planned, options.workers, not options.buffered))
     return 0
 
 
@@ -162,6 +162,12 @@ def _shards(sub: argparse.ArgumentParser) -> None:
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", choices=sorted(DTYPES), help="convert to this type; without it the type is kept")
     sub.add_argument("--workers", type=int, default=1, help="threads (%(default)s); two keep a disk busy")
+    sub.add_argument(
+        "--buffered",
+        action="store_true",
+        help="move the bytes through the page cache, as cp does: slower, but what is written stays in memory, and for "
+        "file systems on which direct access is slow",
+    )
 
 
 if __name__ == "__main__":

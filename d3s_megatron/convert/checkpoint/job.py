@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from d3s_megatron.convert.checkpoint.disk import Reader, Writer, reserve
 from d3s_megatron.convert.checkpoint.memory import AnonymousPeak
 from d3s_megatron.convert.checkpoint.moves import Task, run_task
 
@@ -71,8 +73,11 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
-def run(job: Job, workers: int = 1) -> Report:
-    """Write `job.out`; ValueError where it exists, another run is writing it, or the disk is full."""
+def run(job: Job, workers: int = 1, direct: bool = True) -> Report:
+    """Write `job.out`; ValueError where it exists, another run is writing it, or the disk is full.
+
+    `direct` False moves all bytes through the page cache, as cp does.
+    """
     if workers < 1:
         raise ValueError(f"workers is {workers}: expected 1 or more")
     if job.out.exists():
@@ -87,7 +92,7 @@ def run(job: Job, workers: int = 1) -> Report:
             _presize(job, partial, journal)
             left = [(i, task) for i, task in enumerate(job.tasks) if i not in journal.done]
             continued = sum(job.tasks[i].nbytes for i in journal.done)
-            _work(left, partial, workers, journal)
+            _work(left, partial, workers, journal, direct)
             job.finish(partial)
             if _fingerprint(job) != before:
                 raise ValueError("a source file changed while it was converted: run again on files at rest")
@@ -161,16 +166,10 @@ def _presize(job: Job, partial: Path, journal: _Journal) -> None:
             try:
                 if fresh:
                     os.ftruncate(descriptor, 0)  # padding relies on zeros
-                    _reserve(descriptor, size)
+                reserve(descriptor, size)
             finally:
                 os.close(descriptor)
-        if fresh:
-            for name, offset, data in job.frames:
-                descriptor = os.open(partial / name, os.O_WRONLY)
-                try:
-                    os.pwrite(descriptor, data, offset)
-                finally:
-                    os.close(descriptor)
+        _frames(job, partial)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -179,15 +178,18 @@ def _presize(job: Job, partial: Path, journal: _Journal) -> None:
         raise _disk_full(job.nbytes, partial) from error
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    if size == 0:
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.ftruncate(descriptor, size)  # a file system that cannot reserve: at least give it its size
+def _frames(job: Job, partial: Path) -> None:
+    """Write what is no tensor data; a continued run does it again, as no journal says that it reached the disk."""
+    by_file: dict[str, list[tuple[int, bytes]]] = {}
+    for name, offset, data in job.frames:
+        by_file.setdefault(name, []).append((offset, data))
+    for name, parts in by_file.items():
+        descriptor = os.open(partial / name, os.O_WRONLY)
+        try:
+            for offset, data in parts:
+                os.pwrite(descriptor, data, offset)
+        finally:
+            os.close(descriptor)
 
 
 def _disk_full(nbytes: int, partial: Path) -> ValueError:
@@ -198,12 +200,12 @@ def _disk_full(nbytes: int, partial: Path) -> ValueError:
     )
 
 
-def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _Journal) -> None:
+def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _Journal, direct: bool) -> None:
     queue, lock = iter(tasks), threading.Lock()
     failed = threading.Event()
 
     def worker() -> None:
-        with _Files(os.O_RDONLY) as source, _Files(os.O_WRONLY, partial) as target:
+        with closing(Reader(direct)) as reader, closing(Writer(partial, direct)) as writer:
             done: list[int] = []
             pending = 0
             while not failed.is_set():
@@ -212,17 +214,17 @@ def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _
                 if task is None:
                     break
                 try:
-                    run_task(task, source.open, target.open)
+                    run_task(task, reader, writer)
                 except BaseException:
                     failed.set()
                     raise
                 done.append(number)
                 pending += task.nbytes
                 if pending >= SYNC_BYTES:
-                    target.sync()
+                    writer.sync()
                     journal.add(done)
                     done, pending = [], 0
-            target.sync()
+            writer.sync()
             if done:
                 journal.add(done)
 
@@ -234,30 +236,6 @@ def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise _disk_full(sum(task.nbytes for _, task in tasks), partial) from error
                 raise
-
-
-class _Files:
-    """Descriptors of one worker, opened on first use."""
-
-    def __init__(self, flags: int, root: Path = Path()) -> None:
-        self.flags, self.root = flags, root
-        self.descriptors: dict[Path, int] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-
-    def open(self, path: Path) -> int:
-        if path not in self.descriptors:
-            self.descriptors[path] = os.open(self.root / path, self.flags)
-        return self.descriptors[path]
-
-    def sync(self) -> None:
-        for descriptor in self.descriptors.values():
-            os.fdatasync(descriptor)
 
 
 def _sync(folder: Path) -> None:

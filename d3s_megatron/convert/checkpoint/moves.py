@@ -1,8 +1,8 @@
 """Source blocks x target blocks -> byte moves, and how each is done in bounded memory.
 
-Three kinds. Copy: one run of bytes, done inside the kernel where the dtype stays. Scatter: full rows are read in
-bands and their column ranges written to several places (import with tensor parallelism). Gather: column ranges are
-read and full rows written (export). Only the last two, and a change of dtype, pass through memory.
+Three kinds. Copy: one run of bytes. Scatter: full rows are read in bands and their column ranges written to several
+places (import with tensor parallelism). Gather: column ranges are read and full rows written (export). disk.py says
+how bytes come from and get to the disk.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from d3s_megatron.convert.checkpoint.blocks import Block
+from d3s_megatron.convert.checkpoint.disk import VIEW_BYTES, Bytes, Reader, Writer
 
-# Bytes of a band. Larger bands were no faster on the disk measured; a worker holds about three of them.
-BAND_BYTES = 2 * 2**20
+# Bytes of a band of rows, and of a step of a copy
+BAND_BYTES = VIEW_BYTES
 # A copy is cut to this, so that workers share a large embedding and a killed run loses little.
 COPY_BYTES = 64 * 2**20
 # The kernel cannot copy between these two file systems, or not with this call: move the bytes ourselves.
@@ -129,97 +130,95 @@ def _cut(move: Move) -> list[Task]:
     return tasks
 
 
-Open = Callable[[Path], int]  # path -> file descriptor
-
-
-def run_task(task: Task, source: Open, target: Open) -> None:
+def run_task(task: Task, reader: Reader, writer: Writer) -> None:
     """Do one task; any OSError is the caller's to explain."""
     if task.kind == "copy":
-        _copy(task.moves[0], source, target)
+        _copy(task.moves[0], reader, writer)
     elif task.kind == "scatter":
-        _scatter(task.moves, source, target)
+        _scatter(task.moves, reader, writer)
     else:
-        _gather(task.moves, source, target)
+        _gather(task.moves, reader, writer)
 
 
-def _copy(move: Move, source: Open, target: Open) -> None:
-    reader, writer = source(move.source.file), target(move.target.file)
-    at_source, at_target = move.source.offset, move.target.offset
-    if move.source.dtype == move.target.dtype and hasattr(os, "copy_file_range"):
-        left = move.nbytes
+def _copy(move: Move, reader: Reader, writer: Writer) -> None:
+    source, target, done = move.source, move.target, 0
+    if source.dtype == target.dtype and writer.direct(target.file) is None and hasattr(os, "copy_file_range"):
+        done = _kernel_copy(move, reader, writer) // target.dtype.itemsize
+    items = source.dtype.itemsize, target.dtype.itemsize
+    step = BAND_BYTES // max(items)
+    (stream,) = writer.streams([(target.file, target.offset + done * items[1], step * items[1])])
+    for at in range(done, move.width, step):
+        count = min(step, move.width - at)
+        values = reader.view(source.file, source.offset + at * items[0], count * items[0])
+        room = stream.room(count * items[1])
+        np.copyto(room, _converted(values, source.dtype, target.dtype))
+        stream.advance(len(room))
+    stream.close()
+
+
+def _kernel_copy(move: Move, reader: Reader, writer: Writer) -> int:
+    """Copy inside the kernel; returns the bytes done, fewer than all where it cannot between these file systems."""
+    source, target, done = reader.plain(move.source.file), writer.plain(move.target.file), 0
+    while done < move.nbytes:
+        at = move.source.offset + done, move.target.offset + done
         try:
-            while left:
-                done = os.copy_file_range(reader, writer, left, at_source, at_target)
-                if not done:
-                    raise ValueError(f"{move.source.file} ends early: it changed while it was converted")
-                left, at_source, at_target = left - done, at_source + done, at_target + done
-            return
+            count = os.copy_file_range(source, target, move.nbytes - done, *at)
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
                 raise
-        done_elements = (move.nbytes - left) // move.target.dtype.itemsize
-        at_source = move.source.offset + done_elements * move.source.dtype.itemsize
-        at_target = move.target.offset + done_elements * move.target.dtype.itemsize
-        elements = move.width - done_elements
-    else:
-        elements = move.width
-    step = BAND_BYTES // max(move.source.dtype.itemsize, move.target.dtype.itemsize)
-    for at in range(0, elements, step):
-        count = min(step, elements - at)
-        values = read_elements(
-            reader, at_source + at * move.source.dtype.itemsize, count, move.source.dtype, move.source.file
-        )
-        _write(writer, at_target + at * move.target.dtype.itemsize, values.to(move.target.dtype))
+            return done // move.target.dtype.itemsize * move.target.dtype.itemsize
+        if not count:
+            raise ValueError(f"{move.source.file} ends early: it changed while it was converted")
+        done += count
+    return done
 
 
-def _scatter(moves: tuple[Move, ...], source: Open, target: Open) -> None:
+def _scatter(moves: tuple[Move, ...], reader: Reader, writer: Writer) -> None:
     one = moves[0].source
     item, stride = one.dtype.itemsize, one.stride
     base = min(move.source.offset for move in moves)
     span = max(move.source.offset + move.width * item for move in moves) - base
-    reader = source(one.file)
-    for first, rows in _bands(moves[0].rows, stride):
-        band = read_elements(reader, base + first * stride, ((rows - 1) * stride + span) // item, one.dtype, one.file)
-        for move in moves:
-            part = band.as_strided((rows, move.width), (stride // item, 1), (move.source.offset - base) // item)
-            _write(
-                target(move.target.file), move.target.offset + first * move.target.stride, part.to(move.target.dtype)
-            )
+    step = max(1, BAND_BYTES // stride)
+    streams = writer.streams(
+        (move.target.file, move.target.offset, min(step, move.rows) * move.width * move.target.dtype.itemsize)
+        for move in moves
+    )
+    for first, rows in _bands(moves[0].rows, step):
+        band = reader.view(one.file, base + first * stride, (rows - 1) * stride + span)
+        for move, stream in zip(moves, streams, strict=True):
+            start = move.source.offset - base
+            part = np.lib.stride_tricks.as_strided(band[start:], (rows, move.width * item), (stride, 1))
+            room = stream.room(rows * move.width * move.target.dtype.itemsize).reshape(rows, -1)
+            np.copyto(room, _converted(part, one.dtype, move.target.dtype))
+            stream.advance(room.size)
+    for stream in streams:
+        stream.close()
 
 
-def _gather(moves: tuple[Move, ...], source: Open, target: Open) -> None:
+def _gather(moves: tuple[Move, ...], reader: Reader, writer: Writer) -> None:
     one = moves[0].target
     item, stride = one.dtype.itemsize, one.stride
     base = min(move.target.offset for move in moves)
-    writer = target(one.file)
-    for first, rows in _bands(moves[0].rows, stride):
-        band = torch.empty(rows, stride // item, dtype=one.dtype)
+    step = max(1, BAND_BYTES // max(stride, *(move.source.stride for move in moves)))
+    (stream,) = writer.streams([(one.file, base, min(step, moves[0].rows) * stride)])
+    for first, rows in _bands(moves[0].rows, step):
+        band = stream.room(rows * stride).reshape(rows, stride)
         for move in moves:
-            at = move.source.offset + first * move.source.stride
-            part = read_elements(source(move.source.file), at, rows * move.width, move.source.dtype, move.source.file)
-            column = (move.target.offset - base) // item
-            band[:, column : column + move.width] = part.view(rows, move.width)
-        _write(writer, base + first * stride, band)
+            at, width = move.source.offset + first * move.source.stride, move.width * move.source.dtype.itemsize
+            part = reader.view(move.source.file, at, rows * width).reshape(rows, width)
+            column = move.target.offset - base
+            np.copyto(band[:, column : column + move.width * item], _converted(part, move.source.dtype, one.dtype))
+        stream.advance(band.size)
+    stream.close()
 
 
-def _bands(rows: int, stride: int) -> Iterable[tuple[int, int]]:
-    step = max(1, BAND_BYTES // stride)
+def _bands(rows: int, step: int) -> Iterable[tuple[int, int]]:
     return ((first, min(step, rows - first)) for first in range(0, rows, step))
 
 
-def read_elements(descriptor: int, offset: int, elements: int, dtype: torch.dtype, file: Path) -> Tensor:
-    values = torch.empty(elements, dtype=dtype)
-    left = values.view(torch.uint8).numpy().data
-    while left:
-        done = os.preadv(descriptor, [left], offset)
-        if not done:
-            raise ValueError(f"{file} ends early: it changed while it was converted")
-        left, offset = left[done:], offset + done
-    return values
-
-
-def _write(descriptor: int, offset: int, values: Tensor) -> None:
-    left = values.contiguous().view(-1).view(torch.uint8).numpy().data
-    while left:
-        done = os.pwrite(descriptor, left, offset)
-        left, offset = left[done:], offset + done
+def _converted(data: Bytes, dtype: torch.dtype, wanted: torch.dtype) -> Bytes:
+    """The same elements in another dtype: [..., bytes] -> [..., bytes]."""
+    if dtype == wanted:
+        return data
+    values = torch.from_numpy(data.copy()).view(dtype).to(wanted)  # a copy is aligned, whatever the file's offset is
+    return values.view(torch.uint8).numpy()

@@ -1,6 +1,7 @@
 """Byte moves between two grids of the same tensor: any cut on either side, any dtype, in bands of any size."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from d3s_megatron.convert.checkpoint import moves
 from d3s_megatron.convert.checkpoint.blocks import Block
+from d3s_megatron.convert.checkpoint.disk import Reader, Writer
 from d3s_megatron.convert.parallel import stage_layers
 
 
@@ -44,9 +46,10 @@ cuts = st.sampled_from([1, 2, 4])
     target_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     band=st.sampled_from([1, 64, 2**20]),
     kernel=st.booleans(),
+    direct=st.booleans(),
 )
 def test_any_grid_to_any_grid(
-    tmp_path_factory, split, source_cuts, target_cuts, source_dtype, target_dtype, band, kernel
+    tmp_path_factory, split, source_cuts, target_cuts, source_dtype, target_dtype, band, kernel, direct
 ):
     folder = tmp_path_factory.mktemp("moves")
     before, after = split.split(" to ")
@@ -66,14 +69,11 @@ def test_any_grid_to_any_grid(
     patch.setattr(moves, "COPY_BYTES", max(band, 4))
     if not kernel:
         patch.delattr(os, "copy_file_range")
-    reader = os.open(folder / "source", os.O_RDONLY)
-    writer = os.open(folder / "target", os.O_WRONLY)
     try:
-        for task in moves.plan(sources, targets):
-            moves.run_task(task, lambda _: reader, lambda _: writer)
+        with closing(Reader(direct)) as reader, closing(Writer(folder, direct)) as writer:
+            for task in moves.plan(sources, targets):
+                moves.run_task(task, reader, writer)
     finally:
-        os.close(reader)
-        os.close(writer)
         patch.undo()
     assert (folder / "target").read_bytes() == store(targets, whole)
 

@@ -33,12 +33,17 @@ def generate(
     seed: int,
     step: int,
     layout: Layout,
+    share: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Stage 2: this rank's share of the batch's P x G rollouts."""
-    share = rank_share(len(prompts), layout.rank, layout.world_size)
-    mine = [prompts[i] for i in share]
-    requests = make_requests(mine, num_samples, seed, step, first_group=share.start)
-    return engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
+    """Stage 2: this rank's share of the batch's P x G rollouts, in uid order.
+
+    `share` are the prompts that this rank answers, in the order to begin with; by default as many as any other has.
+    """
+    if share is None:
+        share = rank_share(len(prompts), layout.rank, layout.world_size)
+    requests = [r for i in share for r in make_requests([prompts[i]], num_samples, seed, step, first_group=i)]
+    rollouts = engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
+    return sorted(rollouts, key=lambda rollout: rollout.request.uid)
 
 
 def judge(
@@ -88,8 +93,10 @@ def redistribute(
 ) -> Batch:
     """Stage 6: the kept rollouts, balanced over the data-parallel ranks; `with_dropped` carries the others too."""
 
+    kept = experience.kept.tolist()
+
     def shares(wanted: bool, num_minibatches: int) -> list[list[Sample]]:
-        mine = [rollout for rollout in rollouts if experience.kept[rollout.request.uid] == wanted]
+        mine = [rollout for rollout in rollouts if kept[rollout.request.uid] == wanted]
         return share_out(mine, experience, num_minibatches, layout)
 
     parts = shares(True, config.num_minibatches)
@@ -108,7 +115,7 @@ def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     reduce = data_parallel_reduce(layout)
     zero = torch.zeros(0)
     old = torch.cat([zero, *(s.old_log_probs for s in batch.scores)]).double()
-    rollout = torch.cat([zero, *(torch.tensor(s.rollout_log_probs) for s in batch.samples)]).double()
+    rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
     diff = old - rollout
     k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)
     sums = torch.stack([torch.tensor(float(len(diff)), dtype=torch.float64), diff.abs().sum(), k3.sum()])
@@ -183,10 +190,8 @@ def update(
 
 def _has_signal(tensors: StepTensors, loss: PolicyLoss, layout: Layout) -> bool:
     """Whether any rank has a kept token that the loss can learn from."""
-    counts = torch.zeros(1, dtype=torch.int64)
-    for sample, mask in zip(tensors.samples, tensors.keep, strict=True):
-        if sample.advantage != 0 or loss.kl_beta:
-            counts += mask.sum()
+    heard = [mask for s, mask in zip(tensors.samples, tensors.keep, strict=True) if s.advantage != 0 or loss.kl_beta]
+    counts = torch.cat([torch.zeros(0, dtype=torch.bool), *heard]).sum()[None]
     return bool(data_parallel_reduce(layout)(counts, "sum"))
 
 
@@ -194,7 +199,6 @@ def _step_tensors(
     batch: Batch, part: slice, loss: PolicyLoss, config: AlgorithmConfig, max_length: int, layout: Layout
 ) -> StepTensors:
     keep, reduce = batch.keep[part], data_parallel_reduce(layout)
-    everything = [torch.ones_like(mask) for mask in keep]
     weights = token_weights(config.loss_normalization, keep, max_length, reduce)
     kl_weights, scored = weights, list(keep)
     level = config.rollout_correction or "none"
@@ -206,11 +210,11 @@ def _step_tensors(
             )
             for weight, score, sample in zip(weights, batch.scores[part], batch.samples[part], strict=True)
         ]
-    if config.kl_tokens == "all" and loss.kl_beta:
-        kl_weights = token_weights(config.loss_normalization, everything, max_length, reduce)
-        scored = everything
-    if loss.reads_all_tokens:
-        scored = everything
+    kl_of_all = config.kl_tokens == "all" and bool(loss.kl_beta)
+    if kl_of_all or loss.reads_all_tokens:
+        scored = [torch.ones_like(mask) for mask in keep]
+    if kl_of_all:
+        kl_weights = token_weights(config.loss_normalization, scored, max_length, reduce)
     return StepTensors(batch.samples[part], batch.scores[part], keep, scored, weights, kl_weights)
 
 

@@ -56,17 +56,18 @@ def share_out(
         layout,
     )
     samples: list[list[Sample]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
+    ids, log_probs, advantages = ids.tolist(), log_probs.tolist(), experience.advantages.tolist()
     at, done = 0, 0
     for uid, prompt, total, part in zip(
         *(column[incoming].tolist() for column in (uids, prompts, whole, minibatch)), strict=True
     ):
-        tokens = tuple(ids[at : at + total].tolist())
+        tokens = tuple(ids[at : at + total])
         sample = Sample(
             uid=uid,
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
-            rollout_log_probs=tuple(log_probs[done : done + total - prompt].tolist()),
-            advantage=float(experience.advantages[uid]),
+            rollout_log_probs=tuple(log_probs[done : done + total - prompt]),
+            advantage=advantages[uid],
         )
         samples[part].append(sample)
         at, done = at + total, done + total - prompt

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from d3s_megatron import ops
+from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import PackedRow, pack_row
 from d3s_megatron.actor.context import gather_scored, multiples, share_of
 from d3s_megatron.actor.model import ActorModel, head_rows
@@ -81,12 +82,13 @@ def _chunk(module) -> ActorModel:
 
 
 def _hidden(module, micro: _Micro) -> Tensor:
-    return module(
-        input_ids=micro.token_ids,
-        position_ids=micro.position_ids,
-        attention_mask=None,
-        packed_seq_params=micro.packed,
-    )
+    with cpu_device.plain_torch():
+        return module(
+            input_ids=micro.token_ids,
+            position_ids=micro.position_ids,
+            attention_mask=None,
+            packed_seq_params=micro.packed,
+        )
 
 
 def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:

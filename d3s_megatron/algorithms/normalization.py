@@ -25,10 +25,11 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, reduce: Re
         max_length: the longest answer that may be generated.
         reduce: sum over the data-parallel ranks; every rank divides by the same Z (faults D07, D08, D10).
     """
-    counts = torch.tensor(
-        [sum(int(mask.sum()) for mask in keep), sum(bool(mask.any()) for mask in keep), len(keep)],
-        dtype=torch.int64,
-    )
+    lengths = torch.tensor([len(mask) for mask in keep], dtype=torch.int64)
+    owner = torch.arange(len(keep)).repeat_interleave(lengths)  # of each token, laid end to end
+    kept = torch.cat([torch.zeros(0, dtype=torch.bool), *keep])
+    num_kept = torch.bincount(owner[kept], minlength=len(keep))  # [n]
+    counts = torch.stack([num_kept.sum(), (num_kept > 0).sum(), torch.tensor(len(keep))])
     num_tokens, num_nonempty, num_samples = reduce(counts, "sum").clamp(min=1).tolist()
     total = {
         "token_mean": num_tokens,
@@ -36,10 +37,7 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, reduce: Re
         "seq_mean_full": num_samples,
         "dr_grpo": num_samples * max_length,
     }[kind]
-    per_sample = {
-        "token_mean": lambda mask: 1.0,
-        "seq_mean_selected": lambda mask: 1.0 / max(1, int(mask.sum())),
-        "seq_mean_full": lambda mask: 1.0 / len(mask),
-        "dr_grpo": lambda mask: 1.0,
-    }[kind]
-    return [mask.float() * (per_sample(mask) / total) for mask in keep]
+    per_sample = {"seq_mean_selected": num_kept.clamp(min=1), "seq_mean_full": lengths}.get(kind)
+    coefficient = torch.ones(len(keep), dtype=torch.float64) if per_sample is None else 1.0 / per_sample.double()
+    weights = kept.float() * (coefficient / total).float()[owner]
+    return list(weights.split(lengths.tolist()))

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             plan = evaluate(shape, asked.layout, work, machine, asked.rollouts, asked.with_reference)
             check_fits(plan, machine)
         else:
-            fixed = Fixed(args.tp, args.pp, args.vpp, args.recompute, args.tokens)
+            fixed = Fixed(args.tp, args.pp, args.vpp, args.cp, args.recompute, args.tokens)
             rollouts = Rollouts(sleeps=args.offload, state_to_host=args.offload_state)
             plan = best(shape, args.gpus, work, machine, fixed, rollouts, args.reference)
     except ValueError as wrong:
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--network", type=float, default=50.0, help="GB/s between nodes, a GPU")
     for name in ("tp", "pp", "vpp", "tokens"):
         parser.add_argument(f"--{name}", type=int, help="fixed instead of searched")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks, which are not searched")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fixed instead of searched")
     parser.add_argument(
         "--offload", action="store_true", help="the engine sleeps while the model trains (rollout.vllm_sleep)"
@@ -80,6 +81,7 @@ def text_of(plan: Plan, model: str, parameters: int, work: Work, machine: Machin
         f"  actor.tensor_model_parallel_size            {layout.tp}",
         f"  actor.pipeline_model_parallel_size          {layout.pp}",
         f"  actor.virtual_pipeline_model_parallel_size  {layout.vpp}",
+        *([f"  actor.context_parallel_size                 {layout.cp}"] if layout.cp > 1 else []),
         f"  (data parallel)                             {layout.dp}",
         f"  actor.sequence_parallel                     {str(layout.sequence_parallel).lower()}",
         f"  actor.use_distributed_optimizer             {str(layout.distributed_optimizer).lower()}",

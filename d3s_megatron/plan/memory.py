@@ -29,13 +29,14 @@ class Layout:
     distributed_optimizer: bool = True
     recompute: str = "none"  # none, selective, full
     weight_bytes: int = 2
-    tokens: int = 16384  # of a micro-batch
+    tokens: int = 16384  # of a micro-batch, over all context-parallel ranks
     max_logits_bytes: int = 512 * 2**20
     vocab_multiple: int = 128
+    cp: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
 
 @dataclass(frozen=True)
@@ -94,19 +95,19 @@ def optimizer_bytes(parameters: int, layout: Layout) -> int:
     The distributed optimizer's padding, at most a few hundred elements a bucket, is left out.
     """
     each = 8 if layout.weight_bytes == 4 else 12
-    return each * (-(-parameters // layout.dp) if layout.distributed_optimizer else parameters)
+    return each * (-(-parameters // (layout.dp * layout.cp)) if layout.distributed_optimizer else parameters)
 
 
 def layer_activation_bytes(shape: ModelShape, layout: Layout, tokens: int, padding: float = PADDING) -> int:
-    """What one layer keeps for its backward pass, with the packed attention of actor/attention.py.
+    """What one layer keeps on a rank for its backward pass, with the packed attention of actor/attention.py.
 
     `padding` is the size of the attention's rectangles over the tokens in them, 1 for samples of one length.
     """
     width, tp = layout.weight_bytes, layout.tp
     split = tp if layout.sequence_parallel else 1
-    hidden = shape.hidden_size
+    hidden, cp = shape.hidden_size, layout.cp
     if layout.recompute == "full":
-        return round(tokens * hidden * width / split)
+        return round(tokens * hidden * width / split / cp)
     q = shape.num_heads * shape.head_dim / tp
     kv = max(1, shape.num_kv_heads / tp) * shape.head_dim
     norms = 2 * (2 * hidden * NORM + NORM) / split
@@ -123,24 +124,30 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout, tokens: int, paddi
         if not (shape.qk_norm and width == NORM):
             attention += (q + 2 * kv) * width  # values: a view that keeps the whole projection, counted above otherwise
     else:
-        attention = ((2 * q + 2 * kv) * width + shape.num_heads / tp * 4) * padding
-    return round(tokens * (norms + inputs + mlp + rotary + qk_norm + attention + q * width))
+        # An early and a late chunk's queries read the keys of (2 cp + 1) / 2 cp samples, wherever those are.
+        seen = cp + 0.5 if cp > 1 else 1
+        attention = ((2 * q + 2 * kv * seen) * width + shape.num_heads / tp * 4) * padding
+    return round(tokens / cp * (norms + inputs + mlp + rotary + qk_norm + attention + q * width))
 
 
 def activation_bytes(shape: ModelShape, layout: Layout, stage: int, num_microbatches: int) -> int:
     """Everything a stage keeps while its micro-batches are in flight (one forward, one backward at a time).
 
-    Stage s holds pp - s micro-batches; interleaving holds more of them by (1 + (pp - 1) / (pp * vpp)).
+    Stage s holds pp - s micro-batches; interleaving holds more of them by (1 + (pp - 1) / (pp * vpp)). Under context
+    parallelism a micro-batch has the masks of its late chunks beside, as large as those of one sample that fills it.
     """
     layers = len(stage_layers(shape.num_layers, layout.pp, layout.vpp)[stage])
     in_flight = min(layout.pp - stage, num_microbatches)
     one = layers * layer_activation_bytes(shape, layout, layout.tokens)
+    if layout.cp > 1:
+        chunk = layout.tokens / (2 * layout.cp)
+        one += round(chunk * chunk * (2 * layout.cp + 1) * layout.weight_bytes)
     more = 1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1
     held = round(one * in_flight * more)
     if layout.recompute == "full":  # the layer at hand is made again as a whole
         held += layer_activation_bytes(shape, _without_recompute(layout), layout.tokens)
     if stage == layout.pp - 1:
-        held += layout.tokens * shape.hidden_size * (2 * NORM + 2 * layout.weight_bytes)
+        held += layout.tokens // layout.cp * shape.hidden_size * (2 * NORM + 2 * layout.weight_bytes)
     return held
 
 
@@ -153,7 +160,7 @@ def logit_bytes(shape: ModelShape, layout: Layout, stage: int, scored_share: flo
     if stage < layout.pp - 1:
         return 0
     vocab = padded_vocab_size(shape.vocab_size, layout.vocab_multiple, layout.tp) // layout.tp
-    return min(layout.max_logits_bytes, round(layout.tokens * scored_share * vocab * layout.weight_bytes))
+    return min(layout.max_logits_bytes, round(layout.tokens / layout.cp * scored_share * vocab * layout.weight_bytes))
 
 
 def model_parameters(shape: ModelShape) -> int:

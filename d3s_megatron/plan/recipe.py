@@ -43,9 +43,10 @@ def asked_by(path: Path, gpus: int, prompt_tokens: int, answer_tokens: int) -> A
     rollout = RolloutConfig(**given.get("rollout", {}))
     algorithm = AlgorithmConfig(**given.get("algorithm", {}))
     data, train = DataConfig(**given.get("data", {})), TrainConfig(**given.get("train", {}))
-    tp, pp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size
-    if gpus % (tp * pp):
-        raise ValueError(f"gpus is {gpus}: {path} has TP {tp} x PP {pp}, give a multiple of {tp * pp}")
+    tp, pp, cp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size
+    if gpus % (tp * pp * cp):
+        cut = f"TP {tp} x PP {pp}" + (f" x CP {cp}" if cp > 1 else "")
+        raise ValueError(f"gpus is {gpus}: {path} has {cut}, give a multiple of {tp * pp * cp}")
     if actor.num_layers_in_first_pipeline_stage or actor.num_layers_in_last_pipeline_stage:
         raise ValueError(f"{path} has uneven pipeline stages, which are not planned: leave num_layers_in_... out")
     longest = data.max_prompt_tokens + rollout.max_new_tokens
@@ -53,7 +54,8 @@ def asked_by(path: Path, gpus: int, prompt_tokens: int, answer_tokens: int) -> A
         tp=tp,
         pp=pp,
         vpp=actor.virtual_pipeline_model_parallel_size,
-        dp=gpus // (tp * pp),
+        dp=gpus // (tp * pp * cp),
+        cp=cp,
         sequence_parallel=actor.sequence_parallel,
         distributed_optimizer=actor.use_distributed_optimizer,
         recompute=actor.recompute,

@@ -19,6 +19,7 @@ class Fixed:
     tp: int | None = None
     pp: int | None = None
     vpp: int | None = None
+    cp: int = 1  # never searched: it pays for long answers only, which the rates here do not tell
     recompute: str | None = None
     tokens: int | None = None
 
@@ -106,7 +107,7 @@ def candidates(shape: ModelShape, gpus: int, work: Work, fixed: Fixed) -> list[L
                 raise
             continue
         for pp in [fixed.pp] if fixed.pp else [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]:
-            if gpus % (tp * pp):
+            if gpus % (tp * pp * fixed.cp):
                 continue
             for recompute in [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]:
                 for tokens in [fixed.tokens] if fixed.tokens else _token_limits(work):
@@ -116,7 +117,8 @@ def candidates(shape: ModelShape, gpus: int, work: Work, fixed: Fixed) -> list[L
                             tp=tp,
                             pp=pp,
                             vpp=vpp,
-                            dp=gpus // (tp * pp),
+                            dp=gpus // (tp * pp * fixed.cp),
+                            cp=fixed.cp,
                             sequence_parallel=tp > 1,
                             recompute=recompute,
                             tokens=tokens,
@@ -169,7 +171,8 @@ def check_fits(plan: Plan, machine: Machine) -> None:
         return
     layout = plan.layout
     need = max(plan.answering, plan.stages[plan.fullest].total) / 1e9
-    cut = f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}, recompute {layout.recompute}"
+    context = f"CP {layout.cp}, " if layout.cp > 1 else ""
+    cut = f"TP {layout.tp}, PP {layout.pp}, {context}DP {layout.dp}, recompute {layout.recompute}"
     raise ValueError(
         f"nothing fits {layout.gpus} GPUs of {machine.memory_gb:g} GB: the nearest takes {need:.1f} GB beside a "
         f"reserve of {RESERVE:.0%} ({cut}); use more GPUs, --offload or --offload-state"

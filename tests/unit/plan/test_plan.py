@@ -7,15 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import tiny_model
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import pack_row
 from d3s_megatron.actor.checkpoint import _make_moments, num_bytes
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
+from d3s_megatron.actor.context import own_positions
 from d3s_megatron.actor.megatron_actor import MegatronActor
-from d3s_megatron.actor.model import build_model
+from d3s_megatron.actor.model import DTYPES, build_model
 from d3s_megatron.actor.parallel import Layout as ActorLayout
 from d3s_megatron.actor.parallel import init_parallel, shutdown
 from d3s_megatron.convert import read_shape
@@ -111,35 +112,37 @@ def test_gradients_and_optimizer_equal_those_of_an_actor(folder, dtype, width):
     assert num_bytes(actor) == held + parameters * width
 
 
-def measured_activations(folder, config):
-    """Bytes that one layer saves for its backward pass, as the difference between two layers and one, and T."""
-    cu = torch.tensor([0, 40, 70, 96])
-    positions = torch.cat([torch.arange(n) for n in (40, 30, 26)])
+def measured_activations(folder, config, layout):
+    """Bytes that one layer saves for its backward pass, as the difference between two layers and one."""
+    lengths = (40, 30, 26) if layout.cp_size == 1 else (40, 32, 24)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    own = own_positions(cu, layout.cp_rank, layout.cp_size)
+    row = pack_row(cu, positions, torch.device("cpu"), None, DTYPES[config.dtype], layout.cp_rank, layout.cp_size)
     saved = []
     for num_layers in (1, 2):
         shape = read_shape(folder)
         object.__setattr__(shape, "num_layers", num_layers)
-        layout = one_rank()
         with cpu_device.as_cpu():
             (model,) = build_model(shape, config, layout)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.02)
-            own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+            weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
             seen, held = {}, []
 
-            def keep(tensor, own=own, seen=seen, held=held):
+            def keep(tensor, weights=weights, seen=seen, held=held):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
+                if storage.data_ptr() not in weights:
                     seen[storage.data_ptr()] = storage.nbytes()
                     held.append(tensor)  # or its address would be used again
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 model(
-                    input_ids=torch.randint(0, 12, (1, 96)),
-                    position_ids=positions[None],
+                    input_ids=torch.randint(0, 12, (1, len(own))),
+                    position_ids=positions[own][None],
                     attention_mask=None,
-                    packed_seq_params=pack_row(cu, positions, torch.device("cpu")),
+                    packed_seq_params=row,
                 )
         saved.append(sum(seen.values()))
     return saved[1] - saved[0]
@@ -148,10 +151,29 @@ def measured_activations(folder, config):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
 def test_activations_are_within_a_tenth_of_what_a_layer_saves(folder, dtype, width, recompute):
-    measured = measured_activations(folder, ActorConfig(dtype=dtype, recompute=recompute))
+    measured = measured_activations(folder, ActorConfig(dtype=dtype, recompute=recompute), one_rank())
     # Three samples of 40, 30 and 26 tokens lie in one rectangle of 3 x 40.
     predicted = layer_activation_bytes(
         read_shape(folder), Layout(weight_bytes=width, recompute=recompute), 96, padding=120 / 96
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("dtype, width", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_parallel_rank_saves_its_share_and_the_keys_that_it_reads(folder, dtype, width, rank, recompute):
+    # What is gathered here is nonsense, but as large as it would be.
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    cpu_device.install()
+    config = ActorConfig(dtype=dtype, recompute=recompute, context_parallel_size=2)
+    with cpu_device.as_cpu():
+        parallel_state.initialize_model_parallel(context_parallel_size=2, create_gloo_process_groups=False)
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    place = ActorLayout(rank, 2, 0, 1, 0, 1, 0, 1, torch.device("cpu"), rank, 2)
+    measured = measured_activations(folder, config, place)
+    predicted = layer_activation_bytes(
+        read_shape(folder), Layout(weight_bytes=width, recompute=recompute, cp=2), 96, padding=120 / 96
     )
     assert predicted == pytest.approx(measured, rel=0.1)
 
@@ -187,6 +209,7 @@ def test_more_tensor_ranks_more_recompute_and_offload_take_less_memory():
         return evaluate(shape, Layout(**{"dp": 8, **layout}), work, machine, rollouts).stages[0].total
 
     assert memory(tp=2) < memory()
+    assert memory(cp=2, dp=4) < memory()
     assert memory(recompute="full") < memory(recompute="selective") < memory()
     assert memory(offload=True) < memory()
     full = step_times(shape, Layout(dp=8, recompute="full"), work, machine, 1, 1.0)

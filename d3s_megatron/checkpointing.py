@@ -40,6 +40,7 @@ class Progress:
     totals: Mapping[str, int] | None = None  # counters of the training loop, by name
     seconds: float = 0.0  # of training
     schedule: Mapping[str, float] = field(default_factory=dict)  # the state of the schedule of N and rho
+    lengths: str = ""  # of earlier answers, by which prompts are shared out (rollout/spread.py)
 
 
 def root_of(config: RunConfig) -> Path:

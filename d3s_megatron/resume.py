@@ -97,7 +97,9 @@ def find_start(config: RunConfig, prints: Mapping[str, str]) -> Start:
         )
     optimizer = _optimizer(record, config, notes)
     notes += _check_changes(record, config, prints)
-    progress = Progress(step, record["totals"], record["seconds"], record.get("schedule", {}))
+    progress = Progress(
+        step, record["totals"], record["seconds"], record.get("schedule", {}), record.get("lengths", "")
+    )
     return Start(progress, folder, optimizer, (f"resumed from {folder}, after step {step}", *notes))
 
 

@@ -34,6 +34,7 @@ from d3s_megatron.report.plot import plot_run
 from d3s_megatron.report.run_log import RunLog, StageClock
 from d3s_megatron.resume import find_start, with_start
 from d3s_megatron.rewards import grade_rollouts
+from d3s_megatron.rollout.spread import PromptLengths, spread
 from d3s_megatron.sync_probe import check_sync
 from d3s_megatron.types import Rollout
 
@@ -45,7 +46,8 @@ def train(parts: Parts) -> Progress:
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
     schedule = recipes.schedule_of(algorithm)
-    source = RolloutSource(parts.engine, partial(generate, parts), config.train.steps, config.rollout.ahead)
+    lengths = PromptLengths(len(parts.questions.train), progress.lengths)
+    source = RolloutSource(parts.engine, partial(generate, parts, lengths), config.train.steps, config.rollout.ahead)
     for step in range(progress.step, config.train.steps):
         clock = StageClock(partial(parts.watch.enter, step))
         amounts = recipes.amounts(algorithm, step, config.train.steps, progress.schedule)
@@ -55,6 +57,7 @@ def train(parts: Parts) -> Progress:
         with clock("reward"):
             verdicts = grade_rollouts(parts.reward, rollouts)
             judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
+            lengths.add(parts.order.batch(step), judged.group_ids.tolist(), judged.lengths.tolist())
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
             score_all = not config.actor.select_before_scoring
@@ -103,7 +106,7 @@ def train(parts: Parts) -> Progress:
         if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and step + 1 < config.train.steps:
             evaluate(parts, step + 1)
         state = dict(schedule.after(progress.schedule, row))
-        progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"], state)
+        progress = Progress(step + 1, vars(totals), progress.seconds + row["time/step"], state, lengths.as_text())
         if row["num_updates"]:
             num_bad = 0
         if row["num_bad_updates"]:
@@ -119,11 +122,20 @@ def train(parts: Parts) -> Progress:
     return progress
 
 
-def generate(parts: Parts, step: int) -> list[Rollout]:
-    """This rank's rollouts of a training step; no collective."""
-    algorithm, train, sampling = parts.config.algorithm, parts.config.train, parts.config.rollout.sampling()
+def generate(parts: Parts, lengths: PromptLengths, step: int) -> list[Rollout]:
+    """This rank's rollouts of a training step; no collective.
+
+    Engines in these processes get prompts by the answers they expect. Servers are every rank's, and take its prompts as
+    they get free.
+    """
+    algorithm, train, rollout = parts.config.algorithm, parts.config.train, parts.config.rollout
+    share = None
+    if rollout.engine != "server":
+        ranks = rollout.vllm_tensor_parallel if rollout.engine == "vllm" else 1
+        expected = lengths.expected(parts.order.batch(step))
+        share = spread(expected, parts.layout.world_size // ranks, ranks)[parts.layout.rank]
     prompts, num = parts.prompts_of(step), algorithm.samples_per_prompt
-    return stages.generate(parts.engine, prompts, num, sampling, train.seed, step, parts.layout)
+    return stages.generate(parts.engine, prompts, num, rollout.sampling(), train.seed, step, parts.layout, share)
 
 
 def check_bad_steps(config: RunConfig, step: int, num_bad: int, log: RunLog) -> None:

@@ -6,7 +6,7 @@ as small rectangles (`blocks`), torch's scaled_dot_product_attention runs on eac
 row. Samples share a rectangle only if their lengths are within a factor of two, so at most half of it is padding.
 
 Under context parallelism a rank has queries of two chunks of every sample (context.py) and takes the keys and values
-of all ranks; a late chunk's mask is a tensor of its own, chunk x keys, kept once a row. Transformer Engine passes keys
+of all ranks; a late chunk's mask is a tensor, chunk x keys, which the layers share. Transformer Engine passes keys
 around in place of gathering them, and needs no such mask: for very long samples it is the better of the two.
 
 Shapes: T tokens of the row, of which this rank has T_own (all without context parallelism), h heads of this rank,
@@ -15,7 +15,7 @@ g key/value groups of this rank, d head size, m samples of a rectangle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,24 @@ class Block:
 
     queries: Tensor  # [m, Lq] rows of this rank
     keys: Tensor  # [m, Lk] rows of all ranks, end to end; those of this rank where there is no context parallelism
-    bias: Tensor | None  # [m or 1, 1, Lq, Lk] 0 where a query sees a key, else -inf; None where both start at 0
+    bias: Tensor | None = None  # [m or 1, 1, Lq, Lk] 0 where a query sees a key, else -inf; None: those up to its own
+    behind: Tensor | None = None  # [m or 1] tokens of its sample before the first query, where there are any
 
     def to(self, device: torch.device) -> Block:
         """The block on a device, rectangles that are one staying one."""
         queries = self.queries.to(device)
         keys = queries if self.keys is self.queries else self.keys.to(device)
-        return Block(queries, keys, None if self.bias is None else self.bias.to(device))
+        bias, behind = (None if t is None else t.to(device) for t in (self.bias, self.behind))
+        return Block(queries, keys, bias, behind)
+
+    def with_bias(self, dtype: torch.dtype) -> Block:
+        """Query i sees keys 0 to behind + i, which hides what pads the rectangles of shorter samples as well."""
+        if self.behind is None:
+            return self
+        query, key = (torch.arange(t.shape[1], device=t.device) for t in (self.queries, self.keys))
+        hidden = key > self.behind[:, None, None] + query[:, None]
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return replace(self, bias=bias[:, None])
 
 
 @dataclass
@@ -52,6 +63,12 @@ class PackedRow(PackedSeqParams):
     position_ids: Tensor = field(default=None)  # [T_own]
     blocks: tuple[Block, ...] = ()
     source: Tensor = field(default=None)  # [T_own] where each row stands in the rectangles, laid end to end
+
+    def with_biases(self, dtype: torch.dtype) -> PackedRow:
+        """The row for one forward pass: layers share its biases, which are gone when its backward pass is done."""
+        if all(block.behind is None for block in self.blocks):
+            return self
+        return replace(self, blocks=tuple(block.with_bias(dtype) for block in self.blocks))
 
 
 def pack_row(
@@ -74,7 +91,7 @@ def pack_row(
         blocks, source = _blocks(cu_seqlens, prefix, dtype)
     else:
         assert prefix is None or (prefix < 0).all(), "prompts are not shared under context parallelism"
-        blocks, source = _blocks_of_share(cu_seqlens, dtype, cp_rank, cp_size)
+        blocks, source = _blocks_of_share(cu_seqlens, cp_rank, cp_size)
     longest = int(cu_seqlens.diff().max())
     return PackedRow(
         # Not "thd": megatron-core then leaves [T, 1, ...] and the rotary embedding below alone.
@@ -147,7 +164,7 @@ def _family_bias(segment: Tensor, valid: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, -torch.inf)[:, None]
 
 
-def _blocks_of_share(cu_seqlens: Tensor, dtype: torch.dtype, rank: int, size: int) -> tuple[list[Block], Tensor]:
+def _blocks_of_share(cu_seqlens: Tensor, rank: int, size: int) -> tuple[list[Block], Tensor]:
     """The rectangles of a rank's share of a row, a chunk's queries with all keys up to its end, and its `source`."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     place = places(cu_seqlens, size)
@@ -161,8 +178,10 @@ def _blocks_of_share(cu_seqlens: Tensor, dtype: torch.dtype, rank: int, size: in
             keys, _ = _runs(first, (part + 1) * chunk)
             source[queries[real]] = laid + real.flatten().nonzero().flatten()
             laid += real.numel()
-            bias = _late_bias(part * chunk, queries.shape[1], keys.shape[1], dtype) if part else None
-            blocks.append(Block(queries, place[keys], bias))
+            behind = part * chunk
+            if (chunk == chunk[0]).all():
+                behind = behind[:1]  # one bias for all
+            blocks.append(Block(queries, place[keys], behind=behind if part else None))
     return blocks, source
 
 
@@ -171,17 +190,6 @@ def _runs(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     offsets = torch.arange(int(lengths.max()))
     real = offsets < lengths[:, None]
     return (starts[:, None] + offsets).masked_fill(~real, 0), real
-
-
-def _late_bias(behind: Tensor, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """The bias of queries that stand behind the first `behind` [m] tokens of their samples; shared where all are one.
-
-    Query i sees keys 0 to behind + i, so what pads the rectangles of shorter samples is hidden as well.
-    """
-    if (behind == behind[0]).all():
-        behind = behind[:1]
-    hidden = torch.arange(num_keys) > behind[:, None, None] + torch.arange(num_queries)[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)[:, None]
 
 
 def _similar(descending: list[int]) -> list[slice]:
@@ -204,6 +212,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: flo
     for block in row.blocks:
         q = query[block.queries].transpose(1, 2)  # [m, h, Lq, d]
         k, v = (t[block.keys].transpose(1, 2) for t in (key, value))  # [m, g, Lk, d]
+        assert block.behind is None or block.bias is not None, "the row lacks its biases"
         # Padding stands after the last token of its sample, so the causal mask alone hides it.
         out = F.scaled_dot_product_attention(
             q, k, v, block.bias, is_causal=block.bias is None, scale=scale, enable_gqa=grouped

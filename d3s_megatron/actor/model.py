@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from d3s_megatron.actor import cpu_device
-from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding, ThdAttention
+from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding, PackedRow, ThdAttention
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout, virtual_chunks
@@ -148,6 +148,12 @@ def block_spec(
 
 class ActorModel(GPTModel):
     """A GPTModel whose last stage returns hidden states, so that the output layer runs on chosen rows only."""
+
+    def forward(self, *args, packed_seq_params: PackedRow, **kwargs) -> Tensor:
+        """Hidden states [T_own, 1, H] of this chunk's last layer."""
+        if isinstance(self.decoder.layers[0].self_attention.core_attention, PackedDotProductAttention):
+            packed_seq_params = packed_seq_params.with_biases(self.config.params_dtype)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         return hidden_states

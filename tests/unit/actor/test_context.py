@@ -80,7 +80,7 @@ def test_a_share_attends_as_the_whole_row_does(chunks, size, groups):
     gathered = torch.cat(shares)
     total = 0.0
     for rank, share in enumerate(shares):
-        row = pack_row(cu_seqlens, positions, cpu, None, torch.float64, rank, size)
+        row = pack_row(cu_seqlens, positions, cpu, cp_rank=rank, cp_size=size).with_biases(torch.float64)
         assert torch.equal(row.position_ids, positions[share])
         got = attend(q[share], k[gathered], v[gathered], row)
         torch.testing.assert_close(got, want[share])

@@ -35,7 +35,7 @@ ADVICE = {
     "evaluation": "rollout.max_batch_size",
     "score": "actor.max_logits_mb, then actor.max_tokens_per_microbatch",
     "update": "actor.max_tokens_per_microbatch, or set actor.recompute to full, or use more ranks "
-    "(actor.tensor_model_parallel_size, actor.use_distributed_optimizer)",
+    "(actor.tensor_model_parallel_size, actor.context_parallel_size, actor.use_distributed_optimizer)",
 }
 ELSEWHERE = "actor.max_tokens_per_microbatch or rollout.max_batch_size, or use more ranks"
 

@@ -22,7 +22,6 @@ from d3s_megatron.config import RunConfig, save_config
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.data import PromptOrder, encode_prompts, load_problems
 from d3s_megatron.data.config import DataConfig
-from d3s_megatron.evaluate.engine import make_engine
 from d3s_megatron.launch import describe_world
 from d3s_megatron.report.log_file import LOG_FILE
 from d3s_megatron.report.run_log import RunLog
@@ -30,6 +29,7 @@ from d3s_megatron.report.trackers import Trackers, check_installed, flat
 from d3s_megatron.resume import Start, check_output, fingerprints, is_restart
 from d3s_megatron.rewards import Reward, check_golds, make_reward
 from d3s_megatron.rollout import RolloutEngine
+from d3s_megatron.rollout.make import make_engine
 from d3s_megatron.stopping import Stop
 from d3s_megatron.sync_probe import check_sync
 from d3s_megatron.types import Prompt

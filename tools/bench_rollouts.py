@@ -2,9 +2,9 @@
 
     python tools/bench_rollouts.py --engines transformers vllm server --hidden 128 --layers 2
 
-"server" is an engine of the first other kind given, behind a rollout server in a process of its own. Every engine gets
-the same prompts and seeds; the first call is not counted. Rows that are run beside other work show it: take the ratio
-of two rows of one run, not of two runs.
+"server" is engines of the first other kind given, behind --servers rollout servers in processes of their own, and a row
+for each of --transports, by which weights get there. Every engine gets the same prompts and seeds; the first call is
+not counted. Rows that are run beside other work show it: take the ratio of two rows of one run, not of two runs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, RolloutEngine, Sampling, make_requests
-from d3s_megatron.rollout.serve import make_engine
+from d3s_megatron.rollout.make import make_engine
 from d3s_megatron.rollout.server_engine import ServerEngine
 from d3s_megatron.types import Prompt
 
@@ -58,27 +59,26 @@ def build_model(folder: Path, args: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def engine_of(kind: str, model: Path, config: RolloutConfig, args: argparse.Namespace) -> Iterator[RolloutEngine]:
-    """One of the engines, and its end."""
-    longest = args.prompt + args.tokens
-    if kind != "server":
-        with closing(make_engine(kind, model, config, longest, args.device)) as engine:
-            yield engine
-        return
+def servers_of(model: Path, args: argparse.Namespace) -> Iterator[str]:
+    """The addresses of rollout servers, and their end."""
     behind = next(name for name in args.engines if name != "server")
     command = [
         *(sys.executable, "-m", "d3s_megatron.rollout.serve", "--model", model, "--engine", behind, "--port", "0"),
         *("--max-batch-size", args.batch, "--dtype", args.dtype, "--device", args.device),
         *("--memory-share", args.memory_share),
     ]
-    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, env=os.environ)
+    running = [
+        subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(args.servers)
+    ]
     try:
-        address = next(line.split()[-1] for line in process.stdout if line.startswith("serving "))
-        settings = RolloutConfig(engine="server", servers=address, dtype=args.dtype, max_batch_size=args.batch)
-        yield ServerEngine(model, settings, longest)
+        yield ",".join(
+            next(line.split()[-1] for line in process.stdout if line.startswith("serving ")) for process in running
+        )
     finally:
-        process.terminate()
-        process.wait()
+        for process in running:
+            process.terminate()
+            process.wait()
 
 
 def measure(engine: RolloutEngine, model: Path, args: argparse.Namespace) -> tuple[float, float, int]:
@@ -105,6 +105,8 @@ def measure(engine: RolloutEngine, model: Path, args: argparse.Namespace) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", default=["transformers"], choices=("transformers", "vllm", "server"))
+    ways = ("http", "folder", "broadcast")
+    parser.add_argument("--transports", nargs="+", default=["http"], choices=ways, help="of weights to servers")
     for name, value, text in (
         ("hidden", 128, "hidden units"),
         ("head-size", 32, "units of an attention head"),
@@ -115,6 +117,7 @@ def main() -> None:
         ("prompt", 32, "tokens of a prompt"),
         ("tokens", 64, "tokens of an answer"),
         ("batch", 512, "answers decoded at once"),
+        ("servers", 1, "rollout servers"),
         ("repeats", 3, "counted calls, of which the best is shown"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
@@ -130,15 +133,26 @@ def main() -> None:
         print(
             f"{args.prompts * args.samples} answers of {args.tokens} tokens, {args.layers} layers of {args.hidden}, "
             f"vocabulary {args.vocab}, {args.dtype}, {torch.get_num_threads()} threads\n"
-            f"{'engine':<14}{'tokens/s':>10}{'sync s':>9}{'MB':>8}{'MB/s':>8}",
+            f"{'engine':<20}{'tokens/s':>10}{'sync s':>9}{'MB':>8}{'MB/s':>8}",
             flush=True,
         )
-        for kind in args.engines:
-            with engine_of(kind, model, config, args) as engine:
-                speed, seconds, num_bytes = measure(engine, model, args)
-            name = f"server ({args.engines[0]})" if kind == "server" else kind
-            megabytes = num_bytes / 1e6
-            print(f"{name:<14}{speed:>10.0f}{seconds:>9.3f}{megabytes:>8.1f}{megabytes / seconds:>8.0f}", flush=True)
+        for kind in (kind for kind in args.engines if kind != "server"):
+            settings = replace(config, engine=kind)
+            with closing(make_engine(model, settings, args.prompt + args.tokens, args.device, colocated=False)) as one:
+                show(kind, *measure(one, model, args))
+        if "server" in args.engines:
+            with servers_of(model, args) as addresses, tempfile.TemporaryDirectory() as sync_folder:
+                for transport in args.transports:
+                    way = {"weight_transport": transport, "sync_folder": sync_folder}
+                    settings = replace(config, engine="server", servers=addresses, **way)
+                    with closing(ServerEngine(model, settings, args.prompt + args.tokens)) as one:
+                        show(f"{args.servers} server, {transport}", *measure(one, model, args))
+
+
+def show(name: str, speed: float, seconds: float, num_bytes: int) -> None:
+    """A row of the table."""
+    megabytes = num_bytes / 1e6
+    print(f"{name:<20}{speed:>10.0f}{seconds:>9.3f}{megabytes:>8.1f}{megabytes / seconds:>8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from typing import Any
 from d3s_megatron.data import encode_prompts, load_set
 from d3s_megatron.evaluate import grading, tables, work
 from d3s_megatron.evaluate.config import SETTINGS_FILE, Generating, Scoring
-from d3s_megatron.evaluate.engine import make_engine
 from d3s_megatron.evaluate.generations import FOLDER, Generation, Generations, by_problem, read_rows, write_whole
 from d3s_megatron.evaluate.summary import Evaluation, summarise
 from d3s_megatron.evaluate.world import World, join
 from d3s_megatron.rewards import check_golds, make_reward
+from d3s_megatron.rollout.make import make_engine
 from d3s_megatron.types import Prompt
 
 Say = Callable[[str], None]

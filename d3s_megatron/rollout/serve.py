@@ -37,6 +37,7 @@ from d3s_megatron.rollout import lockstep
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import RolloutEngine
 from d3s_megatron.rollout.group import BroadcastReader, Membership, device_name
+from d3s_megatron.rollout.make import make_engine
 from d3s_megatron.rollout.serving import Call, Stale, Weights, Worker
 from d3s_megatron.rollout.wire import Checksum, WeightReader, pack_rollouts, unpack_requests
 
@@ -192,19 +193,6 @@ def _loaded(weights: Weights, checksum: Checksum) -> bytes:
     ).encode()
 
 
-def make_engine(kind: str, model: Path, config: RolloutConfig, max_model_len: int, device: str) -> RolloutEngine:
-    """The engine that is served."""
-    if kind == "vllm":
-        from d3s_megatron.rollout.vllm_engine import VllmEngine
-
-        return VllmEngine(model, config, max_model_len, colocated=config.vllm_tensor_parallel > 1)
-    if config.vllm_tensor_parallel > 1:
-        raise ValueError("the transformers engine runs on one device: start it without torchrun, or take vllm")
-    from d3s_megatron.rollout.transformers_engine import TransformersEngine
-
-    return TransformersEngine(model, config, device)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -229,6 +217,7 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     num_ranks = lockstep.join()
     config = RolloutConfig(
+        engine=args.engine,
         dtype=args.dtype,
         max_batch_size=args.max_batch_size,
         vllm_memory_share=args.memory_share,
@@ -238,7 +227,9 @@ def main(argv: list[str]) -> int:
     try:
         shape = read_shape(args.model)
         longest = min(args.max_model_len or shape.max_positions, shape.max_positions)
-        engine = make_engine(args.engine, args.model, config, longest, args.device)
+        if num_ranks > 1 and args.engine == "transformers":
+            raise ValueError("the transformers engine runs on one device: start it without torchrun, or take vllm")
+        engine = make_engine(args.model, config, longest, args.device, colocated=num_ranks > 1)
     except ValueError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; make test-vllm r
 from vllm_servers import MAX_MODEL_LEN, ServerProcess, addresses  # noqa: E402
 
 from d3s_megatron.convert import HFFolder, read_shape  # noqa: E402
-from d3s_megatron.rollout import RolloutConfig, Sampling, make_requests  # noqa: E402
+from d3s_megatron.rollout import RolloutConfig, Sampling, broadcast, make_requests  # noqa: E402
 from d3s_megatron.rollout.client import Client  # noqa: E402
 from d3s_megatron.rollout.server_engine import ServerEngine  # noqa: E402
 from d3s_megatron.types import Prompt  # noqa: E402
@@ -36,18 +36,17 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(models):
-    """Two servers of the tied model, and one of the other over two ranks, started together."""
-    made = {"tied": [ServerProcess(models["tied"]) for _ in range(2)], "untied": [ServerProcess(models["untied"], 2)]}
+    """Three servers of the tied model, and one of the other over two ranks, started together."""
+    made = {"tied": [ServerProcess(models["tied"]) for _ in range(3)], "untied": [ServerProcess(models["untied"], 2)]}
     yield made
     for server in [server for kind in made.values() for server in kind]:
         server.end()
 
 
-def engine_of(model, servers):
-    config = RolloutConfig(engine="server", servers=addresses(servers), max_batch_size=32)
-    engine = ServerEngine(model, replace(config, server_patience=1), MAX_MODEL_LEN)
-    source = HFFolder(model)
-    engine.load_weights(source.tensors(read_shape(model)))
+def engine_of(model, servers, stream=None, **settings):
+    config = RolloutConfig(engine="server", servers=addresses(servers), max_batch_size=32, server_patience=1)
+    engine = ServerEngine(model, replace(config, **settings), MAX_MODEL_LEN)
+    engine.load_weights(stream or HFFolder(model).tensors(read_shape(model)))
     return engine
 
 
@@ -55,7 +54,7 @@ def test_any_number_of_servers_gives_the_same_answers(models, servers):
     one = engine_of(models["tied"], servers["tied"][:1])
     requests, sampling = make_requests(PROMPTS, 8, 3, 0), Sampling(max_new_tokens=12)
     first = one.generate(requests, sampling)
-    both = engine_of(models["tied"], servers["tied"])
+    both = engine_of(models["tied"], servers["tied"][:2])
     for again in (both.generate(requests, sampling), both.generate(requests, sampling)):
         assert [r.token_ids for r in again] == [r.token_ids for r in first]
     assert [r.request for r in first] == requests
@@ -67,12 +66,17 @@ def test_any_number_of_servers_gives_the_same_answers(models, servers):
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_of_every_layout_reach_the_server(models, servers, tmp_path, layout, kind):
-    """Fault G04, through D3S itself: after updates that move every token's log-prob, and as the first after resume."""
+    """Fault G04, through D3S itself: after updates that move every token's log-prob, and as the first after resume.
+
+    From TP 2 x PP 2 they go by broadcast, to one server over two ranks, or to two servers.
+    """
     tp, pp = LAYOUTS[layout]
+    transport = "broadcast" if layout == "tp2pp2" else "http"
     out = tmp_path / "run"
     settings = tiny_run(models[kind], addition_file(tmp_path / "train.jsonl"), out, 2) | {
         "rollout.engine": "server",
-        "rollout.servers": servers[kind][0].address,
+        "rollout.servers": addresses(servers[kind][: 2 if transport == "broadcast" else 1]),
+        "rollout.weight_transport": transport,
         "actor.tensor_model_parallel_size": tp,
         "actor.pipeline_model_parallel_size": pp,
         "optimizer.lr": 1e-2,
@@ -88,14 +92,14 @@ def test_weights_of_every_layout_reach_the_server(models, servers, tmp_path, lay
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]
     assert [row["step"] for row in rows] == list(range(steps))
-    assert all(row["num_updates"] == 1 and row["mismatch_max"] < 1e-3 for row in rows)
+    assert all(row["num_updates"] == 1 and row["mismatch_max"] < 1e-3 and row["sync_mismatch"] < 1e-3 for row in rows)
 
 
 def test_one_step_ahead_the_server_answers_while_the_trainer_works(models, servers, tmp_path):
     out = tmp_path / "run"
     settings = tiny_run(models["tied"], addition_file(tmp_path / "train.jsonl"), out, 3) | {
         "rollout.engine": "server",
-        "rollout.servers": addresses(servers["tied"]),
+        "rollout.servers": addresses(servers["tied"][:2]),
         "rollout.ahead": "true",
         "optimizer.lr": 1e-4,  # of a random model it moves every log-prob by about 0.1
         "train.export": "false",
@@ -110,10 +114,32 @@ def test_one_step_ahead_the_server_answers_while_the_trainer_works(models, serve
     assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in rows)  # old log-probs are the trainer's
 
 
+def test_a_server_killed_in_mid_sync_is_named_and_the_others_get_every_weight(models, servers, monkeypatch, capfd):
+    """Comes after those that need nobody's loss; one of three, by broadcast."""
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 100_000)
+    new = list(HFFolder(models["tied"]).tensors(read_shape(models["tied"])))
+    *others, doomed = servers["tied"]
+
+    def stream():
+        for i, pair in enumerate(new):
+            if i == len(new) // 2:
+                doomed.process.kill()
+            yield pair
+
+    engine = engine_of(models["tied"], servers["tied"], stream(), weight_transport="broadcast", server_timeout=20)
+    said = capfd.readouterr().err
+    assert said.count("did not take the weights") == 1 and f"{doomed.address} did not take" in said
+    assert [Client(server.address, 10).health()["version"] for server in others] == [engine._version] * 2
+    requests, sampling = make_requests(PROMPTS, 2, 3, 0), Sampling(max_new_tokens=12)
+    by_http = engine_of(models["tied"], others[:1]).generate(requests, sampling)
+    engine.load_weights(iter(new))  # the two that are left, in their group
+    assert [r.token_ids for r in engine.generate(requests, sampling)] == [r.token_ids for r in by_http]
+
+
 def test_a_server_killed_in_mid_step_is_named_and_its_prompts_are_answered_by_the_other(models, servers, capfd):
     """Comes after those that need both servers."""
-    engine = engine_of(models["tied"], servers["tied"])
-    first, second = servers["tied"]
+    first, second, _ = servers["tied"]
+    engine = engine_of(models["tied"], [first, second])
     requests = make_requests(PROMPTS, 8, 3, 0)
     sampling = Sampling(max_new_tokens=200)
     got = []

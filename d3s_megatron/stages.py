@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.exchange import share_out
 from d3s_megatron.actor.megatron_actor import MegatronActor, UpdateResult
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows
@@ -20,6 +21,7 @@ from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe
 from d3s_megatron.algorithms.rollout_correction import correction
 from d3s_megatron.algorithms.schedules import Amounts
+from d3s_megatron.algorithms.token_selection import AllTokens
 from d3s_megatron.evaluate import rank_share
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
 from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores, Verdict
@@ -74,8 +76,9 @@ class Batch:
 
     samples: tuple[Sample, ...]
     sizes: tuple[int, ...]  # samples of each mini-batch
-    scores: tuple[Scores, ...] = ()
+    scores: tuple[Scores, ...] | None = None  # None: not scored yet
     keep: tuple[Tensor, ...] = ()  # [L] bool each
+    mismatch: dict[str, float] = field(default_factory=dict)  # between trainer and engine; empty before they are scored
     dropped: tuple[Sample, ...] = ()  # rollouts that were not kept and are scored all the same, for comparison
 
     def minibatches(self) -> list[slice]:
@@ -110,6 +113,18 @@ def score(batch: Batch, actor: MegatronActor, with_reference: bool = True) -> Ba
     return replace(batch, scores=tuple(scores[: len(batch.samples)]))
 
 
+def scores_in_update(config: AlgorithmConfig, actor: ActorConfig, recipe: Recipe, loss: PolicyLoss) -> bool:
+    """Whether the update's own forward pass gives the scores: nothing before it needs them, and it has all of them."""
+    return (
+        actor.score_in_update
+        and actor.select_before_scoring
+        and isinstance(recipe.tokens, AllTokens)
+        and not loss.kl_beta
+        and config.num_epochs * config.num_minibatches == 1
+        and (config.rollout_correction or "none") == "none"
+    )
+
+
 def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     """How far the trainer's log-probs are from the rollout engine's, over the scored tokens of all ranks; nats."""
     reduce = data_parallel_reduce(layout)
@@ -128,17 +143,21 @@ def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     }
 
 
-def check_mismatch(mismatch: float, limit: float, step: int) -> None:
-    """RuntimeError where trainer and engine differ by more than `limit` nats a token on average; 0 never looks.
+def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> Batch:
+    """With its mismatch; RuntimeError where it is above `limit` nats a token on average; 0 never looks.
 
-    Every rollout is a probe of the last weight sync: it is looked at before it trains anything (fault G04).
+    Every rollout is a probe of the last weight sync: it is looked at before anything that it trained is kept (fault
+    G04).
     """
+    metrics = mismatch_metrics(batch, layout)
+    mismatch = metrics["mismatch_mean"]
     if limit and not mismatch <= limit:
         raise RuntimeError(
             f"step {step + 1}: log-probs of trainer and rollout engine differ by {mismatch:.3g} nats a token, above "
             f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
             "way (rollout.top_p, top_k, dtype), or is behind by too large a step (rollout.ahead, optimizer.lr)"
         )
+    return replace(batch, mismatch=metrics)
 
 
 def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Experience, layout: Layout) -> Batch:
@@ -161,8 +180,8 @@ def update(
     config: AlgorithmConfig,
     max_length: int,
     reselect,
-) -> list[UpdateResult]:
-    """Stages 9 and 10: `num_epochs` x `num_minibatches` optimizer steps.
+) -> tuple[Batch, list[UpdateResult]]:
+    """Stages 9 and 10: `num_epochs` x `num_minibatches` optimizer steps; the batch has its scores after them.
 
     A mini-batch without a signal takes none: no kept token with an advantage, and no KL to follow (method 4, row 8).
     `reselect` scores and selects anew before every step but the first, where `token_entropy` is "current".
@@ -185,7 +204,13 @@ def update(
                     len(METRICS),
                 )
             )
-    return results
+    if batch.scores is None:  # neither did the update, where there was nothing to learn from
+        batch = (
+            score(batch, actor, with_reference=False)
+            if results[0].scores is None
+            else replace(batch, scores=results[0].scores)
+        )
+    return batch, results
 
 
 def _has_signal(tensors: StepTensors, loss: PolicyLoss, layout: Layout) -> bool:
@@ -215,7 +240,8 @@ def _step_tensors(
         scored = [torch.ones_like(mask) for mask in keep]
     if kl_of_all:
         kl_weights = token_weights(config.loss_normalization, scored, max_length, reduce)
-    return StepTensors(batch.samples[part], batch.scores[part], keep, scored, weights, kl_weights)
+    scores = None if batch.scores is None else batch.scores[part]
+    return StepTensors(batch.samples[part], scores, keep, scored, weights, kl_weights)
 
 
 def reselect_tokens(actor: MegatronActor, select):
@@ -277,7 +303,6 @@ def step_metrics(
     judged: Experience,
     selected: Experience,
     batch: Batch,
-    mismatch: dict[str, float],
     updates: Sequence[UpdateResult],
     recipe: Recipe,
     loss: PolicyLoss,
@@ -286,4 +311,4 @@ def step_metrics(
     """What the log says of a step, but for its times and verdict counts; a collective over all ranks."""
     row = {"step": judged.step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
     row |= selection_metrics(judged, selected, recipe.advantages_of_all(judged))
-    return row | token_metrics(batch, layout) | mismatch | update_metrics(updates, loss.kl_beta > 0)
+    return row | token_metrics(batch, layout) | batch.mismatch | update_metrics(updates, loss.kl_beta > 0)

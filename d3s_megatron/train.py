@@ -46,6 +46,7 @@ def train(parts: Parts) -> Progress:
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
     schedule = recipes.schedule_of(algorithm)
+    late = stages.scores_in_update(algorithm, config.actor, parts.recipe, parts.loss)
     lengths = PromptLengths(len(parts.questions.train), progress.lengths)
     source = RolloutSource(parts.engine, partial(generate, parts, lengths), config.train.steps, config.rollout.ahead)
     for step in range(progress.step, config.train.steps):
@@ -63,9 +64,9 @@ def train(parts: Parts) -> Progress:
             score_all = not config.actor.select_before_scoring
             batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all)
         with clock("score"):
-            batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
-            mismatch = stages.mismatch_metrics(batch, layout)
-            stages.check_mismatch(mismatch["mismatch_mean"], config.rollout.max_mismatch, step)
+            if not late:
+                batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
+                batch = stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
         with clock("tokens"):
             select = partial(
                 stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
@@ -80,7 +81,9 @@ def train(parts: Parts) -> Progress:
         with clock("update"):
             reselect = stages.reselect_tokens(parts.actor, select)
             max_length = config.rollout.max_new_tokens
-            updates = stages.update(batch, parts.actor, parts.loss, algorithm, max_length, reselect)
+            batch, updates = stages.update(batch, parts.actor, parts.loss, algorithm, max_length, reselect)
+            if late:
+                batch = stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
         stepped = any(result.stepped for result in updates)
         with clock("wait"):
             source.settle()
@@ -93,7 +96,7 @@ def train(parts: Parts) -> Progress:
                 after = f"after the weight sync of step {step + 1}"
                 synced = check_sync(parts.engine, parts.actor, parts.questions.train, config, layout, after)
 
-        row = stages.step_metrics(amounts, judged, selected, batch, mismatch, updates, parts.recipe, parts.loss, layout)
+        row = stages.step_metrics(amounts, judged, selected, batch, updates, parts.recipe, parts.loss, layout)
         row["staleness"] = staleness
         with clock("audit"):
             record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)

@@ -148,7 +148,7 @@ class TokenBatch:
 class LossBatch:
     """Everything the loss needs beside the new log-probs, for the scored rows of one TokenBatch."""
 
-    old_log_probs: Tensor  # [S]
+    old_log_probs: Tensor | None  # [S]; None: those of the very pass that reads this
     rollout_log_probs: Tensor  # [S]
     ref_log_probs: Tensor | None  # [S]
     advantages: Tensor  # [S] that of the sample

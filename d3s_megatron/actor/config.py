@@ -40,6 +40,9 @@ class ActorConfig:
     """Move optimizer state and gradients to the host while rollouts are made; does nothing without a GPU."""
     select_before_scoring: bool = True
     """Score the kept rollouts only; off scores every rollout and drops the rest afterwards, for comparison."""
+    score_in_update: bool = True
+    """Take log-probs and entropies from the update's own forward pass where all tokens of the kept rollouts are trained
+    in one update, with neither KL nor rollout correction; off always runs a pass before it, for comparison."""
     gather_rows: bool = True
     """Run the output layer on the scored rows only; off computes every row and masks, for comparison."""
     truncate_samples: bool = True

@@ -34,6 +34,7 @@ class UpdateResult:
     grad_norm: float  # before clipping; NaN where the step was not taken
     lr: float
     stepped: bool
+    scores: tuple[Scores, ...] | None = None  # of the samples, where the loss had no old log-probs
 
     @staticmethod
     def skipped(lr: float, num_metrics: int) -> UpdateResult:
@@ -105,14 +106,11 @@ class MegatronActor:
         """
         rows = self._rows(samples, None)
         with cpu_device.as_cpu():
-            log_probs, entropy = score_pass(self.ddp, rows, self.head, self.layout)
+            both = score_pass(self.ddp, rows, self.head, self.layout)
             ref = None
             if self.reference is not None and with_reference:
                 ref, _ = score_pass(self.reference, rows, self.head, self.layout)
-        lengths = [len(sample.response_ids) for sample in samples]
-        by_sample = [split_rows(values, rows, lengths) for values in (log_probs, entropy)]
-        refs = [None] * len(samples) if ref is None else split_rows(ref, rows, lengths)
-        return [Scores(*parts) for parts in zip(*by_sample, refs, strict=True)]
+        return _by_sample(both, ref, rows, samples)
 
     def update(
         self,
@@ -127,19 +125,21 @@ class MegatronActor:
         Args:
             samples: this rank's share of the mini-batch.
             scored: per sample the response tokens [L] bool whose log-probs the loss reads.
-            loss_batches: TokenBatch -> LossBatch for those rows.
+            loss_batches: TokenBatch -> LossBatch for those rows; without old log-probs all response tokens must be
+                scored, and the result has their log-probs and entropies.
             loss_fn: the loss, already divided by its global normaliser.
             num_metrics: length of the metrics vector that `loss_fn` returns.
         """
         rows, losses = self._rows_to_train(samples, scored, loss_batches)
         with cpu_device.as_cpu():
-            totals, grad_norm = self._backward(rows, losses, loss_fn, num_metrics)
+            totals, grad_norm, both = self._backward(rows, losses, loss_fn, num_metrics)
+            scores = None if both is None else tuple(_by_sample(both, None, rows, samples))
             lr = self.lr
             if not math.isfinite(grad_norm):  # a step would write it into every weight
-                return UpdateResult(totals, grad_norm, lr, stepped=False)
+                return UpdateResult(totals, grad_norm, lr, stepped=False, scores=scores)
             stepped, _, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
-        return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped))
+        return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped), scores=scores)
 
     def gradient_norm(
         self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
@@ -157,17 +157,20 @@ class MegatronActor:
 
     def _backward(
         self, rows: Sequence[TokenBatch], losses: Sequence[LossBatch], loss_fn: LossFn, num_metrics: int
-    ) -> tuple[Tensor, float]:
-        """(totals, gradient norm), and the gradients in their buffers; the norm is NaN where the loss is not finite."""
+    ) -> tuple[Tensor, float, Tensor | None]:
+        """(totals, gradient norm, scores where they were asked for), and the gradients in their buffers.
+
+        The norm is NaN where the loss is not finite.
+        """
         self.host.restore()
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        totals = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
+        totals, scores = update_pass(self.ddp, rows, losses, loss_fn, num_metrics, self.head, self.layout)
         if not math.isfinite(totals[0]):
-            return totals, math.nan
+            return totals, math.nan, scores
         self.optimizer.prepare_grads()
-        return totals, float(self.optimizer.get_grad_norm())
+        return totals, float(self.optimizer.get_grad_norm()), scores
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, on every rank; draw it to the end.
@@ -207,6 +210,14 @@ class MegatronActor:
         if self.config.virtual_pipeline_model_parallel_size > 1:  # interleaving works through whole groups of PP rows
             num += -num % self.layout.pp_size
         return fill_up(rows, num, multiple)
+
+
+def _by_sample(both: Tensor, ref: Tensor | None, rows: Sequence[TokenBatch], samples: Sequence[Sample]) -> list[Scores]:
+    """Log-probs and entropies [2, sum S] of all response tokens, and the reference's [sum S], by sample."""
+    lengths = [len(sample.response_ids) for sample in samples]
+    by_sample = [split_rows(values, rows, lengths) for values in both]
+    refs = [None] * len(samples) if ref is None else split_rows(ref, rows, lengths)
+    return [Scores(*parts) for parts in zip(*by_sample, refs, strict=True)]
 
 
 def _wrap(chunks: Sequence[ActorModel], config: ActorConfig) -> list[DistributedDataParallel]:

@@ -25,9 +25,9 @@ from d3s_megatron.types import Sample, TokenBatch
 # Tokens at which causal attention costs a sample as much as the matrices: a layer's parameters over heads x head size.
 # 17k for Qwen2.5-0.5B, 30k for 1.5B, 65k for 7B, 104k for Llama-3.1-70B: a middle serves, as only balance hangs on it.
 ATTENTION_PARITY = 32_768
-# Samples of a prompt are kept together in pieces of at most an eighth of a rank's share, so that shares stay even, and
+# Samples of a prompt are kept together in pieces of at most a quarter of a rank's share, so that shares stay even, and
 # only where prompts are a tenth of the tokens or more.
-UNITS_PER_RANK, WORTH_SHARING = 8, 0.1
+UNITS_PER_RANK, WORTH_SHARING = 4, 0.1
 PAD_SPAN = 256  # padding is cut into pieces, so that attention inside it stays cheap
 PAD_ID = 0  # any valid token id: padding is a sample of its own, never attended to and never scored
 

@@ -161,11 +161,19 @@ def _from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -> tuple[Tensor, Tensor]:
+def _scores_of_all(outputs: Sequence[Tensor], rows: Sequence[TokenBatch], layout: Layout) -> Tensor:
+    """The last stage's [2, S] of every micro-batch as one tensor [2, sum S] on the CPU of every rank."""
+    both = torch.zeros(2, sum(len(row.rows) for row in rows), device=layout.device)
+    if layout.is_last_stage:
+        both = torch.cat(list(outputs), dim=1).contiguous()
+    return _from_last_stage(both).cpu()
+
+
+def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -> Tensor:
     """Log-probs and entropies of all scored positions of `rows`, in order, without a gradient.
 
     Returns:
-        (log-probs [sum S], entropy [sum S]), float32 on the CPU, the same on every rank of the replica.
+        Log-probs and entropies [2, sum S], float32 on the CPU, the same on every rank of the replica.
     """
 
     def step(iterator, module):
@@ -182,12 +190,7 @@ def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -
         outputs = _run(chunks, _micros(chunks, rows, None, layout), step, forward_only=True)
     for chunk in chunks:
         chunk.train()
-    total = sum(len(row.rows) for row in rows)
-    both = torch.zeros(2, total, device=layout.device)
-    if layout.is_last_stage:
-        both = torch.cat(outputs, dim=1).contiguous()
-    both = _from_last_stage(both).cpu()
-    return both[0], both[1]
+    return _scores_of_all(outputs, rows, layout)
 
 
 def update_pass(
@@ -198,27 +201,36 @@ def update_pass(
     num_metrics: int,
     head: Head,
     layout: Layout,
-) -> Tensor:
-    """Accumulates the gradients of the summed loss; returns the summed loss and metrics [1 + M] over all ranks."""
+) -> tuple[Tensor, Tensor | None]:
+    """Accumulates the gradients of the summed loss.
+
+    Returns:
+        (summed loss and metrics [1 + M] over all ranks; log-probs and entropies [2, sum S] as `score_pass` gives them
+        where the loss has no old log-probs, else None).
+    """
+    scores_too = losses[0].old_log_probs is None
 
     def step(iterator, module):
         micro = next(iterator)
         hidden = _hidden(module, micro)
         if not _chunk(module).post_process:
             return hidden, None
-        log_probs, _ = _log_probs(_chunk(module), hidden, micro, head)
+        log_probs, entropy = _log_probs(_chunk(module), hidden, micro, head)
+        scores = torch.stack([log_probs.detach(), entropy.detach()]) if scores_too else None
 
         def loss_func(output: Tensor):
             loss, metrics = loss_fn(output, micro.loss_batch)
             report = torch.cat([loss.detach()[None].double(), metrics.detach().double()])
-            return loss, torch.ones((), dtype=torch.int, device=output.device), report
+            return loss, torch.ones((), dtype=torch.int, device=output.device), (report, scores)
 
         return log_probs, loss_func
 
     outputs = _run(chunks, _micros(chunks, rows, losses, layout), step, forward_only=False)
     total = torch.zeros(1 + num_metrics, dtype=torch.float64, device=layout.device)
     if layout.is_last_stage:
-        total = torch.stack(outputs).sum(0)
+        total = torch.stack([report for report, _ in outputs]).sum(0)
     _from_last_stage(total)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total.cpu()
+    if not scores_too:
+        return total.cpu(), None
+    return total.cpu(), _scores_of_all([scores for _, scores in outputs], rows, layout)

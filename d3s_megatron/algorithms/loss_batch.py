@@ -17,7 +17,7 @@ class StepTensors:
     """One rank's samples of one optimizer step; every list has one entry [L] per sample."""
 
     samples: Sequence[Sample]
-    scores: Sequence[Scores]
+    scores: Sequence[Scores] | None  # None: the update's own log-probs are the old ones too
     keep: Sequence[Tensor]  # bool, the selected tokens
     scored: Sequence[Tensor]  # bool, the tokens whose log-probs the loss reads: keep, or more
     weights: Sequence[Tensor]
@@ -27,12 +27,13 @@ class StepTensors:
     def _columns(self) -> dict[str, Tensor | None]:
         """Each value of a LossBatch for all response tokens, laid end to end."""
         none = torch.zeros(0)
-        refs = [score.ref_log_probs for score in self.scores if score.ref_log_probs is not None]
-        assert len(refs) in (0, len(self.scores)), "a reference is scored for all samples or for none"
+        scores = self.scores or ()
+        refs = [score.ref_log_probs for score in scores if score.ref_log_probs is not None]
+        assert len(refs) in (0, len(scores)), "a reference is scored for all samples or for none"
         lengths = torch.tensor([len(mask) for mask in self.keep], dtype=torch.int64)
         advantages = torch.tensor([sample.advantage for sample in self.samples])
         return {
-            "old_log_probs": torch.cat([none, *(score.old_log_probs for score in self.scores)]),
+            "old_log_probs": None if self.scores is None else torch.cat([none, *(s.old_log_probs for s in scores)]),
             "rollout_log_probs": torch.tensor([p for sample in self.samples for p in sample.rollout_log_probs]),
             "ref_log_probs": torch.cat(refs) if refs else None,
             "advantages": advantages.repeat_interleave(lengths),

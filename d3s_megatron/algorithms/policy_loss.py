@@ -62,7 +62,8 @@ class PolicyLoss:
         return self.ratio == "sequence"
 
     def __call__(self, log_probs: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-        log_ratio = log_probs - batch.old_log_probs
+        old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        log_ratio = log_probs - old_log_probs
         if self.ratio == "sequence":
             own = log_probs - log_probs.detach()  # value 0, gradient that of the token
             mean = sequence_mean(log_ratio.detach(), batch.sequence, batch.num_sequences)
@@ -92,7 +93,7 @@ class PolicyLoss:
                 (clipped < free).to(kl.dtype),
                 dual.to(kl.dtype),
                 kl,
-                kl_estimate(batch.old_log_probs, log_probs, "k3"),  # KL(old || new), from samples of old
+                kl_estimate(old_log_probs, log_probs, "k3"),  # KL(old || new), from samples of old
                 ratio,
             )
             metrics = torch.stack([torch.where(keep, values, 0).sum() for values in per_token])

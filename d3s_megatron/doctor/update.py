@@ -108,7 +108,7 @@ def one_update(job: Job) -> dict[str, Any]:
     select = partial(stages.select_tokens, recipe=recipe, amounts=chosen, experience=selected, layout=layout)
     batch = select(batch)
     reselect = stages.reselect_tokens(actor, select)
-    results = stages.update(batch, actor, loss, algorithm, LONGEST, reselect)
+    batch, results = stages.update(batch, actor, loss, algorithm, LONGEST, reselect)
     outcome = {
         "kept_ids": selected.kept.nonzero().flatten(),
         "advantages": selected.advantages,

@@ -107,6 +107,21 @@ def test_keeping_everything_is_grpo_bit_for_bit_and_a_run_repeats_itself(inputs,
             assert torch.equal(folders[name][0][key], tensor), key
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo+pods"])
+def test_scores_from_the_update_are_those_of_a_pass_before_it(name, inputs, tmp_path):
+    flags = ["--algorithm.name", name, "--algorithm.kl_beta", "0"]
+    runs = []
+    for in_update in ("true", "false"):
+        _, rows = train(inputs, tmp_path / in_update, *flags, "--actor.score_in_update", in_update)
+        weights = load_file(tmp_path / in_update / "export" / "model.safetensors")
+        assert [row["time/score"] > 1e-3 for row in steps_of(rows)] == [in_update == "false"] * STEPS
+        runs.append(([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows], weights))
+    for row, other in zip(*(rows for rows, _ in runs), strict=True):
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-6, nan_ok=True)
+    for tensor, other in zip(*(weights.values() for _, weights in runs), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_whose_rewards_are_all_equal_is_skipped_and_said(inputs, tmp_path, capsys):
     """Fault D19."""
     _, rows = train(inputs, tmp_path / "run", "--rewards.kind", "reward_functions:never", "--algorithm.kl_beta", "0")

@@ -110,6 +110,27 @@ def test_scores_do_not_depend_on_row_chunks_packing_or_neighbours(make_actor):
             assert torch.allclose(got.ref_log_probs, want.old_log_probs, atol=1e-5)  # the reference is the first policy
 
 
+def test_an_update_without_old_log_probs_takes_its_own_and_gives_the_scores(make_actor):
+    samples = random_samples(8, seed=4, per_prompt=4)
+    everything = [torch.ones(len(s.response_ids), dtype=torch.bool) for s in samples]
+    weights = token_weights("seq_mean_full", everything, 9, lambda counts, op: counts)
+    loss = PolicyLoss("sequence", 0.2, 0.2, None, 0.0, "k2")
+    results = []
+    for late in (True, False):
+        actor = make_actor(max_tokens_per_microbatch=30)
+        scores = actor.score(samples, with_reference=False)
+        tensors = StepTensors(samples, None if late else scores, everything, everything, weights, weights)
+        results.append((actor.update(samples, everything, tensors.loss_batch, loss, len(METRICS)), gradients(actor)))
+    (result, grads), (before, want) = results
+    assert before.scores is None and len(result.scores) == len(samples)
+    for one, other in zip(result.scores, scores, strict=True):
+        torch.testing.assert_close(one.old_log_probs, other.old_log_probs)
+        torch.testing.assert_close(one.entropy, other.entropy)
+    assert torch.allclose(result.totals, before.totals, rtol=1e-5, atol=1e-6)
+    for name, grad in grads.items():
+        assert (grad - want[name]).norm() <= 1e-5 * max(want[name].norm(), 1e-2 * before.grad_norm), name
+
+
 def test_scores_in_bfloat16_agree_between_row_sizes(make_actor):
     """Fault C16: 8 bits of precision leave a tenth of a nat at these logits, no more."""
     samples = random_samples(8, seed=4)

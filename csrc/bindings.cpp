@@ -8,6 +8,7 @@ void bind_max_variance(py::module_& m);
 void bind_top_share(py::module_& m);
 void bind_row_stats(py::module_& m);
 void bind_packing(py::module_& m);
+void bind_group_advantages(py::module_& m);
 #if defined(D3S_WITH_CUDA)
 void bind_cuda(py::module_& m);
 #endif
@@ -19,6 +20,7 @@ PYBIND11_MODULE(_ext, m) {
   bind_top_share(m);
   bind_row_stats(m);
   bind_packing(m);
+  bind_group_advantages(m);
 #if defined(D3S_WITH_CUDA)
   bind_cuda(m);
 #endif

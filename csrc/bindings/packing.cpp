@@ -6,10 +6,7 @@ using namespace d3s;
 
 void bind_packing(py::module_& m) {
   m.def("first_fit", [](const py::object& lengths, int64_t capacity, const py::object& bin) {
-    const Tensor t = read_tensor(lengths, "lengths");
-    if (t.shape.size() != 1) refuse("lengths", "of shape " + show(t.shape), "pass one dimension");
-    const int64_t n = t.size(0);
-    const int64_t* x = read_vector<int64_t>(lengths, "lengths", "int64", n);
+    const auto [x, n] = read_any<int64_t>(lengths, "lengths", "int64");
     int64_t* out = read_vector<int64_t>(bin, "bin", "int64", n);
     for (int64_t i = 0; i < n; i++)
       if (x[i] < 0 || x[i] > capacity)
@@ -20,10 +17,7 @@ void bind_packing(py::module_& m) {
   });
   m.def("balanced_partition", [](const py::object& lengths, int64_t num_parts, bool equal_count,
                                  const py::object& part) {
-    const Tensor t = read_tensor(lengths, "lengths");
-    if (t.shape.size() != 1) refuse("lengths", "of shape " + show(t.shape), "pass one dimension");
-    const int64_t n = t.size(0);
-    const int64_t* x = read_vector<int64_t>(lengths, "lengths", "int64", n);
+    const auto [x, n] = read_any<int64_t>(lengths, "lengths", "int64");
     int64_t* out = read_vector<int64_t>(part, "part", "int64", n);
     if (num_parts < 1 || num_parts > (int64_t{1} << 20))
       refuse("num_parts", std::to_string(num_parts), "pass 1 to 2^20");

@@ -22,12 +22,23 @@ struct Tensor {
 // Reads any strided tensor; raises ValueError for anything else.
 Tensor read_tensor(const py::handle& object, const char* name);
 
-// A dense one-dimensional CPU tensor of the dtype; length < 0: any.
+template <class T>
+struct Vector {
+  T* data;
+  int64_t size;
+};
+
+// A dense one-dimensional CPU tensor of the dtype, of any length and of one length.
+template <class T>
+Vector<T> read_any(const py::handle& object, const char* name, const char* dtype);
 template <class T>
 T* read_vector(const py::handle& object, const char* name, const char* dtype, int64_t length);
 
 // Raises ValueError("name is value; remedy").
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& remedy);
+
+// The same of "name[at]".
+[[noreturn]] void refuse_entry(const char* name, int64_t at, double value, const char* remedy);
 
 std::string show(const std::vector<int64_t>& numbers);
 

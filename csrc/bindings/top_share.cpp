@@ -34,12 +34,15 @@ struct Selector {
   TopShare top;
   bool is_split = false;  // and not yet written
 
-  Selector(py::object scores_, py::object uid_, py::object position_, int64_t n_, int threads)
+  Selector(py::object scores_, py::object uid_, py::object position_, int threads)
+      : Selector(read_any<float>(scores_, "scores", "float32"), scores_, uid_, position_, threads) {}
+
+  Selector(Vector<float> x, py::object scores_, py::object uid_, py::object position_, int threads)
       : scores(std::move(scores_)),
         uid(std::move(uid_)),
         position(std::move(position_)),
-        n(n_),
-        top(read_vector<float>(scores, "scores", "float32", n), read_vector<int64_t>(uid, "uid", "int64", n),
+        n(x.size),
+        top(x.data, read_vector<int64_t>(uid, "uid", "int64", n),
             read_vector<int64_t>(position, "position", "int64", n), n, threads) {}
 
   void need_split() const {
@@ -52,10 +55,8 @@ struct Selector {
 void bind_top_share(py::module_& m) {
   py::class_<Selector>(m, "TopShare")
       .def(py::init([](const py::object& scores, const py::object& uid, const py::object& position, int threads) {
-        const Tensor t = read_tensor(scores, "scores");
-        if (t.shape.size() != 1) refuse("scores", "of shape " + show(t.shape), "pass one dimension");
         if (threads < 1) refuse("threads", std::to_string(threads), "pass 1 or more");
-        return new Selector(scores, uid, position, t.size(0), threads);
+        return new Selector(scores, uid, position, threads);
       }))
       .def("sample",
            [](Selector& s, const py::object& out) {
@@ -106,18 +107,16 @@ void bind_top_share(py::module_& m) {
            })
       .def("counts",
            [](Selector& s, int64_t first, int shift, const py::object& out) {
-             const Tensor t = read_tensor(out, "out");
-             if (t.shape.size() != 1) refuse("out", "of shape " + show(t.shape), "pass one dimension");
-             int64_t* counts = read_vector<int64_t>(out, "out", "int64", t.size(0));
+             const auto counts = read_any<int64_t>(out, "out", "int64");
              s.need_split();
              if (shift < 0 || shift > 63) refuse("shift", std::to_string(shift), "pass 0 to 63");
              bool fits;
              {
                py::gil_scoped_release release;
-               fits = s.top.counts(first, shift, counts, t.size(0));
+               fits = s.top.counts(first, shift, counts.data, counts.size);
              }
              if (!fits)
-               refuse("out", "of length " + std::to_string(t.size(0)), "too short for these values and this shift");
+               refuse("out", "of length " + std::to_string(counts.size), "too short for these values and this shift");
            })
       .def("write", [](Selector& s, int64_t key, int64_t tie_uid, int64_t tie_position) {
         s.need_split();

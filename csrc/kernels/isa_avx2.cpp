@@ -4,5 +4,5 @@
 #include "kernels.inl"
 
 namespace d3s {
-const Kernels kernels_avx2 = {"avx2", avx2::row_stats_any, avx2::row_backward_any, avx2::split, avx2::expand};
+const Kernels kernels_avx2 = avx2::table("avx2");
 }  // namespace d3s

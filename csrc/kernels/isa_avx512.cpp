@@ -4,6 +4,5 @@
 #include "kernels.inl"
 
 namespace d3s {
-const Kernels kernels_avx512 = {"avx512", avx512::row_stats_any, avx512::row_backward_any, avx512::split,
-                                avx512::expand};
+const Kernels kernels_avx512 = avx512::table("avx512");
 }  // namespace d3s

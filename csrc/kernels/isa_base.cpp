@@ -7,5 +7,5 @@
 #include "kernels.inl"
 
 namespace d3s {
-const Kernels kernels_base = {"base", base::row_stats_any, base::row_backward_any, base::split, base::expand};
+const Kernels kernels_base = base::table("base");
 }  // namespace d3s

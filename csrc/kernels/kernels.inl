@@ -166,6 +166,11 @@ void row_backward_any(const void* x, void* out, Dtype dtype, int64_t n, float c,
 }
 
 #include "split.inl"
+#include "variance.inl"
+
+constexpr Kernels table(const char* name) {
+  return {name, row_stats_any, row_backward_any, split, expand, value_range, count_bins, list_near, mark_outside};
+}
 
 }  // namespace
 }  // namespace D3S_ISA

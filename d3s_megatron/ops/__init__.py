@@ -5,6 +5,7 @@ wherever it can. `python -m d3s_megatron.ops` prints what there is.
 """
 
 from d3s_megatron.ops.extension import backend
+from d3s_megatron.ops.group_advantages import group_advantages
 from d3s_megatron.ops.hashing import mix64
 from d3s_megatron.ops.linear_logprob import linear_logprob
 from d3s_megatron.ops.logprob_entropy import logprob_entropy
@@ -17,6 +18,7 @@ __all__ = [
     "backend",
     "balanced_partition",
     "first_fit",
+    "group_advantages",
     "linear_logprob",
     "logprob_entropy",
     "max_variance_subset",

@@ -26,12 +26,16 @@ def is_whole(x: Any) -> bool:
 
 
 def require_tensor(name: str, x: Any) -> None:
-    """Raise ValueError unless x is a tensor."""
+    """Raise ValueError unless x is a tensor with an element for every index."""
     require(isinstance(x, Tensor), f"{name} is a {type(x).__name__}; pass a torch tensor")
+    require(x.layout == torch.strided, f"{name} has layout {x.layout}; pass tensor.to_dense()")
 
 
 def require_vector(name: str, x: Tensor, dtype: torch.dtype, like: Tensor | None = None) -> None:
     """Raise ValueError unless x is a 1-D tensor of the dtype, as long as `like` and on its device."""
+    if isinstance(x, Tensor) and x.dtype == dtype and x.dim() == 1 and x.layout == torch.strided:  # no message is made where all is right
+        if like is None or (x.shape == like.shape and x.device == like.device):
+            return
     require_tensor(name, x)
     require(x.dim() == 1, f"{name} has shape {tuple(x.shape)}; pass one dimension")
     require(x.dtype == dtype, f"{name} has dtype {x.dtype}; pass {dtype}")

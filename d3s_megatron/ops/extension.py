@@ -14,7 +14,7 @@ import torch  # noqa: F401  torch's OpenMP runtime is loaded first, whichever mo
 
 Backend = Literal["reference", "extension"]
 
-INTERFACE = 4  # what the calls in this folder expect of the module; setup.py reads it and builds it in
+INTERFACE = 5  # what the calls in this folder expect of the module; setup.py reads it and builds it in
 BUILD_NOTE = Path(__file__).resolve().parent.parent / "_ext_build.txt"  # written by setup.py where a build failed
 
 REMEDY = "install a C++17 compiler, then: pip install -e . --no-build-isolation --no-deps"

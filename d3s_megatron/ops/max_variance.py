@@ -25,10 +25,10 @@ def max_variance_subset(values: Tensor, m: int, tie_key: Tensor, segments: Tenso
     if segments is not None:
         require_vector("segments", segments, torch.int64, values)
     require(is_whole(m) and m >= 0, f"m={m}; pass the number of values to keep, 0 or more")
-    m = min(int(m), len(values))
+    m = min(int(m), values.numel())
     ext = extension.module()
-    if ext is not None and values.device.type == "cpu":
-        mask = torch.empty(len(values), dtype=torch.bool)
+    if ext is not None and values.is_cpu:
+        mask = torch.empty(values.shape, dtype=torch.bool)
         segments = None if segments is None else segments.contiguous()
         ext.max_variance_subset(values.contiguous(), m, tie_key.contiguous(), segments, mask)
         return mask

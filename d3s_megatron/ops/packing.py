@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import is_whole, require
 
 MOST_PARTS = 1 << 20
+INT64 = (1 << 63) - 1
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -20,9 +22,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Raises ValueError for a length that no bin can hold. At most 1.7 times the fewest bins (Garey et al. 1972).
     """
     require(is_whole(capacity), f"capacity={capacity}; pass what a bin holds, an integer")
-    for at, length in enumerate(lengths):
-        require(is_whole(length) and 0 <= length <= capacity, f"lengths[{at}]={length}; a bin holds 0 to {capacity}")
-    _require_int64(lengths)
+    _require_lengths(lengths, capacity, f"a bin holds 0 to {capacity}")
     ext = extension.module()
     if ext is None:
         return reference_first_fit(lengths, capacity)
@@ -32,9 +32,14 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return _lists(bin_of, num_bins)
 
 
-def _require_int64(lengths: Sequence[int]) -> None:
+def _require_lengths(lengths: Sequence[int], most: float, remedy: str) -> None:
+    """Raise ValueError unless every length is an integer from 0 to `most` and their sum is one of 64 bits."""
+    plain = set(map(type, lengths)) <= {int}  # as a step's are: one look at all of them, not one at each
+    if not (plain and 0 <= min(lengths, default=0) and max(lengths, default=0) <= most):
+        for at, length in enumerate(lengths):
+            require(is_whole(length) and 0 <= length <= most, f"lengths[{at}]={length}; {remedy}")
     total = sum(lengths)
-    require(total < 1 << 63, f"lengths add up to {total}; the sum must stay below 2^63")
+    require(total <= INT64, f"lengths add up to {total}; the sum must stay below 2^63")
 
 
 def _lists(part: Tensor, num: int) -> list[list[int]]:
@@ -75,9 +80,7 @@ def balanced_partition(lengths: Sequence[int], num_parts: int, *, equal_count: b
     """
     require(is_whole(num_parts) and 1 <= num_parts <= MOST_PARTS, f"num_parts={num_parts}; pass 1 to {MOST_PARTS}")
     num = len(lengths)
-    for at, length in enumerate(lengths):
-        require(is_whole(length) and length >= 0, f"lengths[{at}]={length}; lengths are 0 or more")
-    _require_int64(lengths)
+    _require_lengths(lengths, math.inf, "lengths are 0 or more")
     require(
         not equal_count or num % num_parts == 0,
         f"{num} lengths cannot be split into {num_parts} lists of equal count; pad them or drop equal_count",

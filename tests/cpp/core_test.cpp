@@ -6,6 +6,7 @@
 #include <random>
 #include <tuple>
 
+#include "d3s/group_advantages.hpp"
 #include "d3s/max_variance.hpp"
 #include "d3s/packing.hpp"
 #include "d3s/row_stats.hpp"
@@ -163,6 +164,28 @@ void test_packing(int64_t n, int64_t num_parts) {
   }
 }
 
+void test_advantages(int64_t n, int num_levels, bool in_order) {
+  std::vector<double> rewards(n), out(n);
+  std::vector<int64_t> ids(n);
+  std::vector<uint8_t> kept(n);
+  for (int64_t i = 0; i < n; i++) {
+    rewards[i] = num_levels ? 0.1 * static_cast<double>(below(num_levels)) : normal();
+    ids[i] = below(n / 8 + 1) * 1000 - 7;
+    kept[i] = below(5) > 0;
+  }
+  if (in_order) std::sort(ids.begin(), ids.end());
+  CHECK(group_advantages::all_groups(rewards.data(), ids.data(), kept.data(), n, true, out.data()) == -1, "refused");
+  std::map<int64_t, std::pair<double, double>> sums;
+  for (int64_t i = 0; i < n; i++) sums[ids[i]].first += out[i], sums[ids[i]].second += kept[i];
+  for (const auto& [id, group] : sums)
+    CHECK(std::fabs(group.first) <= 1e-12 * group.second, "group %lld adds up to %g", (long long)id, group.first);
+  if (n) {
+    rewards[n - 1] = NAN;
+    const int64_t bad = group_advantages::all_groups(rewards.data(), ids.data(), kept.data(), n, false, out.data());
+    CHECK(bad == (kept[n - 1] ? n - 1 : -1), "index %lld", (long long)bad);
+  }
+}
+
 void test_halves() {
   for (uint32_t h = 0; h < 65536; h++) {  // every half float survives the round trip
     uint16_t bits = static_cast<uint16_t>(h), back = 0;
@@ -194,12 +217,15 @@ int main(int argc, char**) {
         for (double rho : {0.01, 0.4, 0.6, 1.0}) test_share(n, rho, kind, 3);
     test_share(600001, 0.4, 0, 4);
     test_share(600001, 0.3, 2, 4);
+    for (int64_t n : {1, 2, 5, 63, 100, 4095, 4096, 9000})
+      for (int64_t m : {int64_t{0}, int64_t{1}, int64_t{2}, n / 3, n / 2, n - 1, n, n + 1})
+        for (int kind = 0; kind < 3; kind++) test_variance(n, m, kind);
   }
   for (int64_t n : {0, 1, 2, 7, 33, 500})
     for (int64_t parts : {1, 2, 5, 64}) test_packing(n, parts);
-  for (int64_t n : {1, 2, 5, 100, 4095, 4096, 9000})
-    for (int64_t m : {int64_t{0}, int64_t{1}, int64_t{2}, n / 3, n / 2, n - 1, n, n + 1})
-      for (int kind = 0; kind < 3; kind++) test_variance(n, m, kind);
+  for (int64_t n : {0, 1, 2, 33, 1000})
+    for (int levels : {0, 1, 2, 5})
+      for (bool in_order : {false, true}) test_advantages(n, levels, in_order);
   std::printf("all agree\n");
   return 0;
 }

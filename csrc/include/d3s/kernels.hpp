@@ -14,6 +14,35 @@ struct SplitCounts {
   bool broken;     // a NaN or an infinity is among the scores
 };
 
+// Smallest, largest and sum of some float64 values. A NaN or an infinity among them shows in one of the three.
+struct ValueRange {
+  double low, high, total;
+};
+
+// Equal bins 1 to last - 1 from `low` on, everything below in bin 0 and everything above in `last`.
+struct BinEdges {
+  double low, scale, last;
+
+  __attribute__((always_inline)) int bin_of(double v) const {
+    double t = (v - low) * scale + 1.0;
+    t = t > 0.0 ? t : 0.0;
+    return static_cast<int>(t < last ? t : last);
+  }
+};
+
+struct BinCell {
+  double count, sum;
+};
+
+// Two closed ranges of values.
+struct NearRanges {
+  double low_1, high_1, low_2, high_2;
+
+  __attribute__((always_inline)) bool has(double v) const {
+    return ((v >= low_1) & (v <= high_1)) | ((v >= low_2) & (v <= high_2));
+  }
+};
+
 struct Kernels {
   const char* name;
 
@@ -35,6 +64,18 @@ struct Kernels {
   // mask[i] = above, or inside with a value from `least` on. Goes from the last score to the first, so that the mask
   // may begin where the bits do; values_end is the end of split's list, which may be read to 64 beyond it.
   void (*expand)(const uint8_t* bits, const float* values_end, int64_t n, float least, uint8_t* mask);
+
+  // Of n > 0 values.
+  ValueRange (*value_range)(const double* x, int64_t n);
+
+  // Counts and sums relative to the mean, added to cells[2 b] and cells[2 b + 1], which together are bin b's.
+  void (*count_bins)(const double* x, int64_t n, const BinEdges& edges, double mean, BinCell* cells);
+
+  // The values in either range, in order; returns how many. `near` has room for n + 8: stores are whole vectors.
+  int64_t (*list_near)(const double* x, int64_t n, const NearRanges& ranges, double* near);
+
+  // mask[i] = x[i] >= top or x[i] <= bottom; returns how many are set.
+  int64_t (*mark_outside)(const double* x, int64_t n, double top, double bottom, uint8_t* mask);
 };
 
 extern const Kernels kernels_base;

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "d3s/kernels.hpp"
+
 namespace d3s {
 namespace max_variance {
 
@@ -21,36 +23,6 @@ constexpr double TIE_TOLERANCE = 1e-12;  // relative; splits closer than float64
 struct Range {
   double low, high, mean;
 };
-
-// Kept apart so that the compiler may vectorise it: eight running sums, added in a fixed order.
-inline Range range_and_mean(const double* x, int64_t n) {
-  constexpr int64_t BLOCK = 2048;
-  double total = 0, low = x[0], high = x[0];
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    const int64_t end = std::min(n, start + BLOCK);
-    double sum[8] = {}, lo[8], hi[8];
-    for (int j = 0; j < 8; j++) lo[j] = hi[j] = x[start];
-    int64_t i = start;
-    for (; i + 8 <= end; i += 8) {
-      for (int j = 0; j < 8; j++) {
-        sum[j] += x[i + j];
-        lo[j] = x[i + j] < lo[j] ? x[i + j] : lo[j];
-        hi[j] = x[i + j] > hi[j] ? x[i + j] : hi[j];
-      }
-    }
-    for (; i < end; i++) {
-      sum[0] += x[i];
-      lo[0] = std::min(lo[0], x[i]);
-      hi[0] = std::max(hi[0], x[i]);
-    }
-    for (int j = 0; j < 8; j++) {
-      total += sum[j];
-      low = std::min(low, lo[j]);
-      high = std::max(high, hi[j]);
-    }
-  }
-  return {low, high, total / static_cast<double>(n)};
-}
 
 // k for values given in descending order, by prefix sums from both ends: the rule itself, as in the reference.
 inline int64_t split_of_sorted(const double* descending, int64_t n, int64_t m) {
@@ -100,21 +72,25 @@ inline Split split_by_sorting(const double* x, int64_t n, int64_t m) {
   return {k, k ? sorted[k - 1] : HUGE_VAL, m - k ? sorted[n - (m - k)] : -HUGE_VAL};
 }
 
-// Values that lie between two ascending ranks, sorted, with the sum of all values below them.
+// Values that lie between two ascending ranks, sorted, with the sums up to them from one end of all values. What is
+// chosen is summed from both ends: as a difference of two large sums, a few of many values would be lost in rounding.
 struct Window {
   int64_t first = 0;           // rank of values[0]
-  double below = 0;            // sum of the values of smaller rank, relative to the mean
   std::vector<double> values;  // ascending
-  std::vector<double> prefix;  // prefix[i] = below + values[0..i) relative to the mean
+  std::vector<double> sums;    // relative to the mean: sums[i] = of all below values[i], or of values[i] and all above
 
   bool has(int64_t rank) const { return rank >= first && rank < first + static_cast<int64_t>(values.size()); }
   double at(int64_t rank) const { return values[rank - first]; }
-  double sum_below(int64_t rank) const { return prefix[rank - first]; }  // rank may be one past the last
-  void finish(double mean) {
+  double sum(int64_t rank) const { return sums[rank - first]; }  // rank may be one past the last
+  void finish(double mean, double outside, bool from_top) {
     if (!std::is_sorted(values.begin(), values.end())) std::sort(values.begin(), values.end());
-    prefix.resize(values.size() + 1);
-    prefix[0] = below;
-    for (size_t i = 0; i < values.size(); i++) prefix[i + 1] = prefix[i] + (values[i] - mean);
+    const size_t size = values.size();
+    sums.resize(size + 1);
+    sums[from_top ? size : 0] = outside;
+    for (size_t i = 0; i < size; i++) {
+      if (from_top) sums[size - 1 - i] = sums[size - i] + (values[size - 1 - i] - mean);
+      else sums[i + 1] = sums[i] + (values[i] - mean);
+    }
   }
 };
 
@@ -130,29 +106,30 @@ class Bins {
     low_ = sample[1];
     width_ = (sample[SAMPLE - 2] - low_) / (last_ - 1);
     scale_ = width_ > 0 && std::isfinite(1 / width_) ? 1 / width_ : 0;  // 0: all values are in bin 1
-    for (int64_t i = 0; i < n; i++) {
-      const int b = of(x[i]);
-      rank_[b + 1]++;
-      total_[b + 1] += x[i] - range.mean;
-    }
+    edges_ = {low_, scale_, static_cast<double>(last_)};
+    BinCell cells[2 * MOST];
+    std::fill(cells, cells + 2 * (last_ + 1), BinCell{0, 0});
+    kernels().count_bins(x, n, edges_, range.mean, cells);
+    rank_[0] = 0;
+    below_[0] = above_[last_ + 1] = 0;
     for (int b = 0; b <= last_; b++) {
-      rank_[b + 1] += rank_[b];
-      total_[b + 1] += total_[b];
+      const int c = last_ - b;
+      rank_[b + 1] = rank_[b] + static_cast<int64_t>(cells[2 * b].count + cells[2 * b + 1].count);
+      below_[b + 1] = below_[b] + (cells[2 * b].sum + cells[2 * b + 1].sum);
+      above_[c] = above_[c + 1] + (cells[2 * c].sum + cells[2 * c + 1].sum);
     }
   }
 
   // Bins ascend with the value; below the sample's range is bin 0, above it the last.
-  int of(double v) const {
-    double t = (v - low_) * scale_ + 1.0;
-    t = t > 0.0 ? t : 0.0;
-    return static_cast<int>(t < last_ ? t : last_);
-  }
-  int of_rank(int64_t rank) const {
-    return static_cast<int>(std::upper_bound(rank_, rank_ + last_ + 1, rank) - rank_) - 1;
+  int of(double v) const { return edges_.bin_of(v); }
+  int of_rank(int64_t rank) const {  // without a branch on a rank: where a value lies is a coin toss at every step
+    int bin = 0;
+    for (int step = (last_ + 1) / 2; step; step /= 2) bin += rank_[bin + step] <= rank ? step : 0;
+    return bin;
   }
   int64_t first_rank(int bin) const { return rank_[bin]; }
-  double sum_before(int bin) const { return total_[bin]; }
-  double total() const { return total_[last_ + 1]; }
+  double sum_below(int bin) const { return below_[bin]; }      // of the bins before it
+  double sum_above(int bin) const { return above_[bin + 1]; }  // of the bins after it
 
   // No value of the bin is outside; an ulp of rounding at an edge is below `noise` in the search.
   double low_end(int b) const {
@@ -162,43 +139,55 @@ class Bins {
     return b == last_ || scale_ == 0 ? range_.high : std::min(range_.high, low_ + b * width_);
   }
 
-  // Bounds of the sum of the `rank` smallest values, relative to the mean: ascending, the first of a bin have at most
-  // the bin's average each.
-  void sum_below(int64_t rank, double& least, double& most) const {
-    if (rank >= rank_[last_ + 1]) {
-      least = most = total();
-      return;
-    }
-    const int b = of_rank(rank);
-    const double inside = static_cast<double>(rank - rank_[b]), outside = static_cast<double>(rank_[b + 1] - rank);
-    const double lo = low_end(b) - range_.mean, hi = high_end(b) - range_.mean;
-    least = std::max(total_[b] + inside * lo, total_[b + 1] - outside * hi);
-    most = std::min(total_[b] + inside * (total_[b + 1] - total_[b]) / (inside + outside), total_[b] + inside * hi);
+  // Bounds of sums relative to the mean, of the values below a rank and of those from it on. In ascending order, the
+  // first of a bin have at most the bin's average each, and the last at least that.
+  void bound_below(int64_t rank, double& least, double& most) const {
+    const Place at = place(rank);
+    least = std::max(below_[at.bin] + at.before * at.low, below_[at.bin + 1] - at.after * at.high);
+    most = below_[at.bin] + at.before * std::min(at.average, at.high);
+  }
+  void bound_above(int64_t rank, double& least, double& most) const {
+    const Place at = place(rank);
+    least = above_[at.bin + 1] + at.after * std::max(at.average, at.low);
+    most = std::min(above_[at.bin + 1] + at.after * at.high, above_[at.bin] - at.before * at.low);
   }
 
  private:
+  struct Place {
+    int bin;
+    double before, after;       // values of the bin below the rank, and from it on
+    double low, average, high;  // of the bin, relative to the mean
+  };
+  Place place(int64_t rank) const {
+    const int b = of_rank(rank);
+    const double before = static_cast<double>(rank - rank_[b]), after = static_cast<double>(rank_[b + 1] - rank);
+    const double size = before + after, sum = below_[b + 1] - below_[b];
+    return {b, before, after, low_end(b) - range_.mean, size > 0 ? sum / size : 0, high_end(b) - range_.mean};
+  }
+
   static constexpr int MOST = 1024, SAMPLE = 128;
   Range range_;
-  int last_;
+  int last_;  // a power of two less 1
   double low_, width_, scale_;
-  int64_t rank_[MOST + 1] = {};
-  double total_[MOST + 1] = {};
+  BinEdges edges_;
+  int64_t rank_[MOST + 1];
+  double below_[MOST + 1], above_[MOST + 1];
 };
 
 // Finds k by the sign of phi. Returns false where ties or the values' spread ask for the whole sorted order.
 inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& range, Split& split) {
   const double mean = range.mean, dm = static_cast<double>(m);
   const Bins bins(x, n, range);
-  const double total = bins.total();
-  const double noise = 1e-12 * dm * (range.high - range.low);  // far above the rounding of phi's bounds
+  // far above the rounding of phi's bounds
+  const double noise = (1e-12 * dm + 1e-15 * static_cast<double>(n)) * (range.high - range.low);
 
   // 1 where phi(k) > 0 for sure, -1 where phi(k) <= 0 for sure, 0 where the bins cannot tell
   auto sign_by_bins = [&](int64_t k) {
     const int64_t b = n - 1 - k, a = m - 1 - k;
     double high_least, high_most, low_least, low_most;
-    bins.sum_below(n - k, high_least, high_most);
-    bins.sum_below(m - k, low_least, low_most);
-    const double s_least = total - high_most + low_least, s_most = total - high_least + low_most;
+    bins.bound_above(n - k, high_least, high_most);
+    bins.bound_below(m - k, low_least, low_most);
+    const double s_least = high_least + low_least, s_most = high_most + low_most;
     const int bin_b = bins.of_rank(b), bin_a = bins.of_rank(a);
     auto phi_of = [&](double vb, double va, double s) {
       return (dm - 1) * (vb - mean) + (dm + 1) * (va - mean) - 2 * s;
@@ -232,23 +221,25 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
   auto span_of = [&](int64_t first, int64_t last, Window& window) {
     const int from = bins.of_rank(std::max<int64_t>(0, first)), to = bins.of_rank(std::min(n - 1, last));
     window.first = bins.first_rank(from);
-    window.below = bins.sum_before(from);
     window.values.reserve(bins.first_rank(to + 1) - window.first);
     return Span{from, to, bins.low_end(from) - slack, bins.high_end(to) + slack};
   };
   const Span for_high = span_of(n - 1 - k_high, n - k_low, high), for_low = span_of(m - 1 - k_high, m - k_low, low);
-  for (int64_t i = 0; i < n; i++) {
-    const bool near_high = (x[i] >= for_high.least) & (x[i] <= for_high.most);
-    const bool near_low = (x[i] >= for_low.least) & (x[i] <= for_low.most);
-    if (!(near_high | near_low)) continue;
-    const int b = bins.of(x[i]);
-    if (b >= for_high.from && b <= for_high.to) high.values.push_back(x[i]);
-    if (b >= for_low.from && b <= for_low.to) low.values.push_back(x[i]);
+  constexpr int64_t BLOCK = 1024;
+  double near[BLOCK + 8];
+  const NearRanges ranges{for_high.least, for_high.most, for_low.least, for_low.most};
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t num = kernels().list_near(x + start, std::min(BLOCK, n - start), ranges, near);
+    for (int64_t i = 0; i < num; i++) {
+      const int b = bins.of(near[i]);
+      if (b >= for_high.from && b <= for_high.to) high.values.push_back(near[i]);
+      if (b >= for_low.from && b <= for_low.to) low.values.push_back(near[i]);
+    }
   }
-  high.finish(mean);
-  low.finish(mean);
+  high.finish(mean, bins.sum_above(for_high.to), true);
+  low.finish(mean, bins.sum_below(for_low.from), false);
 
-  auto sum_at = [&](int64_t k) { return total - high.sum_below(n - k) + low.sum_below(m - k); };
+  auto sum_at = [&](int64_t k) { return high.sum(n - k) + low.sum(m - k); };
   auto phi = [&](int64_t k) {
     return (dm - 1) * (high.at(n - 1 - k) - mean) + (dm + 1) * (low.at(m - 1 - k) - mean) - 2 * sum_at(k);
   };
@@ -300,9 +291,7 @@ inline bool split_by_search(const double* x, int64_t n, int64_t m, const Range& 
 // Marks the chosen values. Equals of a border value are taken in the order of (tie key, index): the first of them at
 // the top, the last of them at the bottom.
 inline void mark(const double* x, const int64_t* tie_key, int64_t n, int64_t m, const Split& split, uint8_t* mask) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < n; i++) kept += mask[i] = (x[i] >= split.top_value) | (x[i] <= split.bottom_value);
-  if (kept == m) return;  // no tie at a border, or all of them fit
+  if (kernels().mark_outside(x, n, split.top_value, split.bottom_value, mask) == m) return;  // no tie is cut
   std::vector<int64_t> tops, bottoms;
   int64_t num_top = 0, num_bottom = 0;
   constexpr int64_t BLOCK = 128;
@@ -335,22 +324,24 @@ inline void mark(const double* x, const int64_t* tie_key, int64_t n, int64_t m, 
   take(bottoms, want_bottom, false);
 }
 
-inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m, uint8_t* mask) {
+inline Range range_of(const double* x, int64_t n) {
+  const ValueRange r = kernels().value_range(x, n);
+  return {r.low, r.high, r.total / static_cast<double>(n)};
+}
+
+inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m, const Range& range, uint8_t* mask) {
   if (m >= n || m == 0) {
     std::fill(mask, mask + n, static_cast<uint8_t>(m > 0));
     return;
   }
   Split split;
   if (m == 1) {  // one value has no variance, whichever it is: all splits are tied, and the rule takes the highest
-    split = {1, *std::max_element(x, x + n), -HUGE_VAL};
-  } else if (n < SORT_BELOW) {
+    split = {1, range.high, -HUGE_VAL};
+  } else if (range.low == range.high) {
+    split = {(m + 1) / 2, range.low, m / 2 ? range.low : -HUGE_VAL};
+  } else if (n < SORT_BELOW || !(range.high - range.low > 1e-140 && range.high < 1e140 && range.low > -1e140) ||
+             !split_by_search(x, n, m, range, split)) {
     split = split_by_sorting(x, n, m);
-  } else {
-    const Range range = range_and_mean(x, n);
-    if (range.low == range.high) split = {(m + 1) / 2, range.low, m / 2 ? range.low : -HUGE_VAL};
-    else if (!(range.high - range.low > 1e-140 && range.high < 1e140 && range.low > -1e140) ||
-             !split_by_search(x, n, m, range, split))
-      split = split_by_sorting(x, n, m);
   }
   mark(x, tie_key, n, m, split, mask);
 }
@@ -358,15 +349,13 @@ inline void select(const double* x, const int64_t* tie_key, int64_t n, int64_t m
 // Every segment on its own; returns the index of the first value that is not finite, or -1.
 inline int64_t select_segments(const double* x, const int64_t* tie_key, const int64_t* segments, int64_t n, int64_t m,
                                uint8_t* mask) {
-  for (int64_t start = 0; start < n; start += 1024) {
-    const int64_t end = std::min(n, start + 1024);
-    int64_t bad = 0;
-    for (int64_t i = start; i < end; i++) bad += !(std::fabs(x[i]) <= DBL_MAX);
-    for (int64_t i = start; bad && i < end; i++)
+  if (n == 0) return -1;
+  const Range whole = range_of(x, n);
+  if (!std::isfinite(whole.mean) || !std::isfinite(whole.low) || !std::isfinite(whole.high))
+    for (int64_t i = 0; i < n; i++)  // the sum of finite values may leave float64, so that these decide
       if (!std::isfinite(x[i])) return i;
-  }
   if (!segments) {
-    select(x, tie_key, n, m, mask);
+    select(x, tie_key, n, m, whole, mask);
     return -1;
   }
   std::vector<int64_t> order(n);
@@ -385,7 +374,8 @@ inline int64_t select_segments(const double* x, const int64_t* tie_key, const in
       keys.push_back(tie_key[order[i]]);
     }
     part.resize(end - start);
-    select(values.data(), keys.data(), end - start, m, part.data());
+    const Range range = range_of(values.data(), end - start);
+    select(values.data(), keys.data(), end - start, m, range, part.data());
     for (int64_t i = start; i < end; i++) mask[order[i]] = part[i - start];
   }
   return -1;

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,8 +34,22 @@ def test_first_fit_refuses_what_cannot_fit():
         first_fit([3, 11], 10)
 
 
-@given(st.lists(st.integers(0, 9) | st.integers(0, 1 << 40), max_size=40), st.integers(1, 7))
+@given(st.lists(st.integers(0, 3) | st.integers(0, 1 << 40), max_size=40), st.integers(1, 7) | st.integers(30, 90))
 def test_backends_agree(lengths, parts):
+    """Ties, lengths of 0, and more parts than lengths included; the compiled path keeps no empty part."""
+    with backend("reference"):
+        want = balanced_partition(lengths, parts)
+    assert balanced_partition(lengths, parts) == want
+    lengths = (lengths * parts)[: len(lengths) // parts * parts]
+    with backend("reference"):
+        want = balanced_partition(lengths, parts, equal_count=True)
+    assert balanced_partition(lengths, parts, equal_count=True) == want
+
+
+@pytest.mark.parametrize("most", [1, 7, 5000])
+@pytest.mark.parametrize("parts", [3, 61, 400])
+def test_backends_agree_on_a_batch(most, parts):
+    lengths = [hash((i, most)) % (most + 1) for i in range(900)]
     with backend("reference"):
         want = balanced_partition(lengths, parts)
     assert balanced_partition(lengths, parts) == want
@@ -63,3 +78,6 @@ def test_partition_known():
         balanced_partition([1, -2], 2)
     with pytest.raises(ValueError, match="5 lengths"):
         balanced_partition([1] * 5, 2, equal_count=True)
+    with pytest.raises(ValueError, match="the sum must stay below 2"):
+        balanced_partition([1 << 62] * 2, 2)
+    assert balanced_partition([torch.tensor(3).item(), 2.0, True], 2) == [[0], [1, 2]]

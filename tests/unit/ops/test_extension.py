@@ -16,6 +16,7 @@ from d3s_megatron.ops import (
     balanced_partition,
     extension,
     first_fit,
+    group_advantages,
     linear_logprob,
     logprob_entropy,
     max_variance_subset,
@@ -73,6 +74,28 @@ def test_split_is_the_same_everywhere(name):
         ext.choose_instruction_set("")
     with backend("reference"):
         assert torch.equal(fast, top_share(scores, 0.2, uid, position))
+
+
+@pytest.mark.parametrize("name", ext.state()["supported"].split() if ext else [])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "lattice"])
+def test_max_variance_is_the_same_everywhere(name, kind):
+    values = values_of(kind, 10_007, seed=4)
+    key = torch.randperm(len(values), generator=torch.Generator().manual_seed(5))
+    try:
+        ext.choose_instruction_set(name)
+        fast = [max_variance_subset(values, m, key) for m in (1, 40, 3000, 9000)]
+        values[10_006] = torch.nan
+        with pytest.raises(ValueError, match=r"values\[10006\]=nan"):
+            max_variance_subset(values, 40, key)
+        values[10_006] = -torch.inf
+        with pytest.raises(ValueError, match=r"values\[10006\]=-inf"):
+            max_variance_subset(values, 40, key)
+    finally:
+        ext.choose_instruction_set("")
+    values = values_of(kind, 10_007, seed=4)
+    with backend("reference"):
+        for got, m in zip(fast, (1, 40, 3000, 9000), strict=True):
+            assert torch.equal(got, max_variance_subset(values, m, key))
 
 
 def all_ops():
@@ -235,6 +258,7 @@ def ok_arguments():
         (ext.max_variance_subset, [d, 2, i, None, b]),
         (ext.balanced_partition, [i, 3, False, i.clone()]),
         (ext.first_fit, [i, 9, i.clone()]),
+        (ext.group_advantages, [d, i, b, True, d.clone()]),
         (ext.TopShare, [f, i, i, 1]),
         (ext.row_stats, [x, i - 9, 3, 1.0, torch.zeros(24, dtype=torch.float64), d, 1]),
         (ext.row_backward, [x, x.clone(), i - 9, 3, 1.0, f, f, f, f, None, 1]),
@@ -270,6 +294,7 @@ def test_ops_refuse_with_a_value_error(seed):
     f, d, i, x = torch.zeros(8), torch.zeros(8, dtype=torch.float64), torch.arange(8), torch.zeros(8, 9)
     calls = [
         (max_variance_subset, [d, 2, i]),
+        (group_advantages, [d, i, i == 3]),
         (top_share, [f, 0.5, i, i]),
         (lambda x, y, t, v: logprob_entropy(x, y, temperature=t, vocab_size=v), [x, i, 1.0, 9]),
         (lambda h, w, y, t, n: linear_logprob(h, w, y, temperature=t, tile=n), [x, x, i, 1.0, 4]),

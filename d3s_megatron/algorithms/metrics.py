@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
+from d3s_megatron.algorithms.groups import number_groups
 from d3s_megatron.types import Experience
 
 
@@ -13,13 +16,13 @@ def _variance(values: Tensor) -> float:
 
 def useful_groups(experience: Experience) -> tuple[int, int]:
     """(groups with rewards that differ, groups) among the groups that the kept rollouts come from."""
+    group, num = number_groups(experience.group_ids)
     valid = experience.rewards.isfinite()
-    useful = total = 0
-    for group in experience.group_ids[experience.kept].unique():
-        rewards = experience.rewards[(experience.group_ids == group) & valid]
-        useful += bool(rewards.max() > rewards.min())
-        total += 1
-    return useful, total
+    rewards = experience.rewards[valid]
+    low = rewards.new_full((num,), math.inf).scatter_reduce_(0, group[valid], rewards, "amin")
+    high = rewards.new_full((num,), -math.inf).scatter_reduce_(0, group[valid], rewards, "amax")
+    present = experience.kept.new_zeros(num).index_fill_(0, group[experience.kept], True)
+    return int((present & (high > low)).sum()), int(present.sum())
 
 
 def selection_metrics(before: Experience, after: Experience, all_advantages: Tensor | None = None) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from d3s_megatron import ops
+from d3s_megatron.algorithms.groups import number_groups
 from d3s_megatron.types import Experience
 
 MIN_KEPT = 2  # a variance needs two values (method 4, row 9)
@@ -43,18 +44,15 @@ class MaxVariance:
         return frozenset({self.of + "s"})
 
     def __call__(self, experience: Experience, num_kept: int) -> Experience:
-        pool = experience.kept.nonzero().flatten()  # [n] rollouts with a verdict
-        if not len(pool):
-            return experience
+        kept = experience.kept
+        pool = slice(None) if bool(kept.all()) else kept  # rollouts with a verdict, n of N: all of them need no copy
         values = experience.rewards if self.of == "reward" else experience.advantages
         groups = experience.group_ids[pool] if self.scope == "group" else None
-        budget = num_kept if self.scope == "group" else num_kept * len(experience.group_ids.unique())
+        budget = num_kept if self.scope == "group" else num_kept * number_groups(experience.group_ids)[1]
         chosen = ops.max_variance_subset(
             values[pool], max(MIN_KEPT, budget), tie_keys(experience)[pool], segments=groups
         )
-        kept = experience.kept.new_zeros(len(experience.kept))
-        kept[pool[chosen]] = True
-        return replace(experience, kept=kept)
+        return replace(experience, kept=kept.masked_scatter(kept, chosen))
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class RandomSamples:
 
     def __call__(self, experience: Experience, num_kept: int) -> Experience:
         pool = experience.kept.nonzero().flatten()  # [n] rollouts with a verdict
-        budget = max(MIN_KEPT, num_kept * len(experience.group_ids.unique()))
+        budget = max(MIN_KEPT, num_kept * number_groups(experience.group_ids)[1])
         draw = ops.mix64(experience.seed, experience.step, experience.uids[pool], CHANCE)
         kept = experience.kept.new_zeros(len(experience.kept))
         kept[pool[draw.argsort()[:budget]]] = True

@@ -28,7 +28,7 @@ def settle_ties(scores: Tensor) -> Tensor:
     """
     dropped = 23 - SCORE_BITS
     bits = scores.contiguous().view(torch.int32) + (1 << (dropped - 1))
-    return (bits & -(1 << dropped)).view(torch.float32)
+    return bits.bitwise_and_(-(1 << dropped)).view(torch.float32)
 
 
 def _per_token(values: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d3s_megatron.algorithms.advantages import GroupAdvantages, group_advantages
+from d3s_megatron.algorithms.advantages import GroupAdvantages
+from d3s_megatron.ops import group_advantages
 
 from .builders import NAN, experience, success
 

@@ -3,9 +3,10 @@
     python tools/simulate_scale.py --model Llama-3.1-70B --ranks 1024 --tokens 1e9
 
 A batch of that many response tokens with long-tailed lengths goes through the package's own code: group advantages,
-selection over the whole batch, balance over the data-parallel ranks, bins of micro-batches, and the exact top share
-over shards in as many threads as there are data-parallel ranks, with real reductions between them. What is measured
-here is marked m: processor seconds of the slowest rank, on one core. What would not fit here is modelled, marked ~:
+selection over the whole batch, balance over the data-parallel ranks, bins of micro-batches, and the selection of the
+exact top share of tokens in as many threads as there are data-parallel ranks, with real reductions between them, one
+thread computing at a time; its time is that of the slowest of as many ranks as fit here with shards of their real size.
+What is measured here is marked m: processor seconds on one core. What would not fit here is modelled, marked ~:
 
     what grows by tokens      its measured seconds of a token x the tokens of a rank there
     a reduction of b bytes    2 log2(R) alpha + 2 b / bandwidth, up and down a tree; alpha and bandwidth are assumed
@@ -19,6 +20,7 @@ shared out; cost adds attention's square to the tokens.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -38,17 +40,20 @@ from d3s_megatron.actor.exchange import plan_shares, share_out
 from d3s_megatron.actor.packing import cost, pack
 from d3s_megatron.actor.parallel import init_parallel, shutdown
 from d3s_megatron.algorithms.config import AlgorithmConfig
+from d3s_megatron.algorithms.metrics import selection_metrics
 from d3s_megatron.algorithms.recipes import make_recipe
+from d3s_megatron.algorithms.token_selection import TopShare
 from d3s_megatron.evaluate import rank_share
 from d3s_megatron.plan.cost import Machine, Work
 from d3s_megatron.plan.memory import Layout
 from d3s_megatron.plan.models import MODELS, shape_of
 from d3s_megatron.plan.search import Fixed, Plan, Rollouts, best
-from d3s_megatron.types import Experience, Prompt, Request, Rollout
+from d3s_megatron.types import Experience, Prompt, Request, Rollout, Sample, Scores
 
 GOAL = 0.001  # selection's largest share of a step
 PROMPT_TOKENS = 200
 MAX_THREADS = 1024
+ANSWER = 4096  # response tokens of a made-up sample, the median of real ones here
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Part:
     name: str
     seconds: float
     measured: bool
-    selects: bool  # is selection, not the moving and packing that training takes anyway
+    selects: bool  # is selection, not the moving, packing and logging that training takes anyway
 
 
 def answer_lengths(num_tokens: float, longest: int, seed: int) -> Tensor:
@@ -117,10 +122,14 @@ def timed(act: Callable[[], Any]) -> tuple[Any, float]:
 
 
 class ThreadReduce:
-    """A real `Reduce` between threads, one a rank; counts rounds and bytes of one rank."""
+    """A real `Reduce` between threads, one a rank; counts rounds and bytes of one rank.
+
+    A thread computes while it holds `turn`, as if it had a core of its own; waiting for Python's lock among a thousand
+    threads takes processor time, which would count as the rank's.
+    """
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._lock = threading.Barrier(ranks), threading.Lock()
+        self._barrier, self._lock, self.turn = threading.Barrier(ranks), threading.Lock(), threading.Lock()
         self._total: Tensor | None = None
         self.rounds, self.num_bytes = 0, 0
         self._own = threading.local()
@@ -135,6 +144,13 @@ class ThreadReduce:
         return tensor
 
     def _reduce(self, tensor: Tensor, how: str) -> None:
+        self.turn.release()
+        try:
+            self._meet(tensor, how)
+        finally:
+            self.turn.acquire()
+
+    def _meet(self, tensor: Tensor, how: str) -> None:
         with self._lock:
             if self._total is None:
                 self._total = tensor.clone()
@@ -165,33 +181,45 @@ class TopShareRun:
 
 
 def run_top_share(num_scores: int, ranks: int, share: float, seed: int) -> TopShareRun:
-    """Selects over `num_scores` made-up scores; AssertionError unless exactly k are kept over all ranks."""
+    """Token selection over about `num_scores` made-up scores; AssertionError unless exactly k are kept over all."""
     each = max(1, num_scores // ranks)
-    reduce, spent, kept = ThreadReduce(ranks), [0.0] * ranks, [0] * ranks
+    lengths = [min(ANSWER, each - start) for start in range(0, each, ANSWER)]
+    select, reduce, spent, kept = TopShare(), ThreadReduce(ranks), [0.0] * ranks, [0] * ranks
     failed: list[BaseException] = []
 
     def one_rank(rank: int) -> None:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
-        # abs(advantage) x entropy: many near 0, a long tail, and some equal ones.
-        scores = torch.rand(each, generator=generator).pow_(4).mul_(4096).round_().div_(1024)
-        scores += torch.rand(each, generator=generator).round_() * 1e-3
-        uid = ops.mix64(seed, 0, torch.arange(each) // 4096 + rank * (1 + each // 4096))
-        position = torch.arange(each) % 4096
+        samples, scores = [], []
+        for i, length in enumerate(lengths):
+            # Entropies as a model's: most near 0, a long tail, some equal. Of the ids only their number counts.
+            entropy = torch.rand(length, generator=generator).pow_(4).mul_(4096).round_().div_(1024)
+            entropy += torch.rand(length, generator=generator).round_() * 1e-3
+            advantage = (i % 7 - 2) / 3
+            samples.append(Sample(rank * len(lengths) + i, (), range(length), (), advantage))  # type: ignore[arg-type]
+            scores.append(Scores(entropy, entropy, None))
+        masks, seconds = timed(lambda: select(samples, scores, share, seed, 0, reduce))
+        spent[rank] = seconds - reduce.seconds_inside()
+        kept[rank] = sum(int(mask.sum()) for mask in masks)
+
+    def in_turn(rank: int) -> None:
         try:
-            mask, spent[rank] = timed(lambda: ops.top_share(scores, share, uid, position, reduce))
-            spent[rank] -= reduce.seconds_inside()
-            kept[rank] = int(mask.sum())
+            with reduce.turn:
+                one_rank(rank)
         except threading.BrokenBarrierError:
             pass  # another rank's failure is the cause, and it is raised below
         except BaseException as wrong:
             failed.append(wrong)
             reduce._barrier.abort()
 
-    threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=in_turn, args=(rank,)) for rank in range(ranks)]
+    gc.disable()  # it would look through all ranks' objects in one rank's time
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.enable()
     if failed:
         raise failed[0]
     total = each * ranks
@@ -234,6 +262,7 @@ def simulate(
     recipe = make_recipe(replace(AlgorithmConfig(), samples_per_prompt=samples))
     experience = batch_of(lengths, samples, seed=0)
     selected, credit_seconds = timed(lambda: recipe.apply(experience, kept))
+    _, log_seconds = timed(lambda: selection_metrics(experience, selected, recipe.advantages_of_all(experience)))
     uids = selected.kept.nonzero().flatten()
     whole = (experience.lengths[uids] + PROMPT_TOKENS).tolist()
     prompts, groups = torch.full_like(uids, PROMPT_TOKENS), experience.group_ids[uids]
@@ -242,9 +271,13 @@ def simulate(
     before_of = _replica_of_prompts(int(experience.group_ids[-1]) + 1, layout)[experience.group_ids[uids]]
     before = [(before_of == replica).nonzero().flatten().tolist() for replica in range(dp)]
     kept_tokens = int(experience.lengths[uids].sum())
-    top = run_top_share(min(num_scores, kept_tokens), min(dp, MAX_THREADS), share, seed=0)
     per_rank = kept_tokens / dp
-    growth = per_rank / (top.num_scores / top.ranks)
+    top = run_top_share(min(num_scores, kept_tokens), min(dp, MAX_THREADS), share, seed=0)
+    whole_shards = min(dp, max(1, int(num_scores / per_rank)))  # so many ranks' scores fit here at their real size
+    shard = top
+    if top.num_scores / top.ranks < per_rank:
+        shard = run_top_share(round(min(num_scores, whole_shards * per_rank)), whole_shards, share, seed=1)
+    growth = max(1.0, per_rank / (shard.num_scores / shard.ranks))
     busiest = max(sum(whole[i] for i in part) for part in parts)
     table_bytes, where_bytes = len(experience.uids) * 5 * 8, len(uids) * 2 * 8
     ids_bytes = (kept_tokens * 8 + len(uids) * PROMPT_TOKENS * 4) / dp
@@ -253,8 +286,9 @@ def simulate(
     timings = [
         Part("table of rewards, gathered", network.gather(ranks, table_bytes), False, True),
         Part("advantages and sample selection", credit_seconds, True, True),
-        Part("top share of tokens", top.slowest * growth, growth == 1, True),
-        Part(f"top share's {top.rounds} reductions", _reductions(top, dp, network), False, True),
+        Part("token selection", shard.slowest * growth, growth < 1.001, True),
+        Part(f"token selection's {top.rounds} reductions", _reductions(top, dp, network), False, True),
+        Part("metrics of the selection, for the log", log_seconds, True, False),
         Part("lengths and owners of the kept, gathered", network.gather(ranks, where_bytes), False, False),
         Part("balance over ranks", share_seconds, True, False),
         Part("token ids to where they train, sent", network.gather(ranks, ids_bytes), False, False),
@@ -274,7 +308,7 @@ def simulate(
         "step_seconds": step,
         "parts": [asdict(part) for part in timings],
         "selection_share": sum(part.seconds for part in timings if part.selects) / step,
-        "scheduling_share": sum(part.seconds for part in timings if not part.selects) / step,
+        "other_share": sum(part.seconds for part in timings if not part.selects) / step,
         "before": asdict(balance_of(before, whole, layout.tokens)),
         "after": asdict(balance_of(parts, whole, layout.tokens)),
         "bytes": {
@@ -284,6 +318,7 @@ def simulate(
             "token ids and log-probs received": round(ids_bytes),
         },
         "top_share": asdict(top),
+        "shard": asdict(shard),
     }
 
 
@@ -302,7 +337,7 @@ def _reductions(top: TopShareRun, dp: int, network: Network) -> float:
 
 def text_of(found: dict[str, Any], model: str, network: Network) -> str:
     """The tables as people read them."""
-    step, top = found["step_seconds"], found["top_share"]
+    step, top, shard = found["step_seconds"], found["top_share"], found["shard"]
     lines = [
         f"{model} on {found['ranks']} ranks (TP {found['tp']}, PP {found['pp']}, DP {found['dp']}): "
         f"{found['rollouts']} rollouts of {found['tokens'] / 1e6:.4g} M tokens, the longest {found['longest']}; "
@@ -318,7 +353,7 @@ def text_of(found: dict[str, Any], model: str, network: Network) -> str:
     lines += [
         f"  {'selection':<44}{found['selection_share'] * step:>9.4f} {found['selection_share']:>12.4%}"
         f"   {verdict} {GOAL:.1%}",
-        f"  {'moving and packing':<44}{found['scheduling_share'] * step:>9.4f} {found['scheduling_share']:>12.4%}",
+        f"  {'moving, packing, metrics':<44}{found['other_share'] * step:>9.4f} {found['other_share']:>12.4%}",
         "",
         f"{'over the data-parallel ranks':<46}{'before':>10}{'after':>12}",
     ]
@@ -334,9 +369,10 @@ def text_of(found: dict[str, Any], model: str, network: Network) -> str:
     lines += [f"  {name:<44}{size:>10,}" for name, size in found["bytes"].items()]
     lines += [
         "",
-        f"top share measured over {top['num_scores'] / 1e6:.4g} M scores on {top['ranks']} ranks in threads: exactly "
-        f"{top['num_kept']} kept, {top['rounds']} reductions; slowest rank {top['slowest'] * 1e3:.2f} ms, mean "
-        f"{top['mean'] * 1e3:.2f} ms",
+        f"token selection: exactly {top['num_kept']} kept of {top['num_scores'] / 1e6:.4g} M over {top['ranks']} ranks "
+        f"in threads, {top['rounds']} reductions",
+        f"its time: {shard['ranks']} ranks with {shard['num_scores'] / shard['ranks'] / 1e6:.4g} M each; slowest "
+        f"{shard['slowest'] * 1e3:.2f} ms, mean {shard['mean'] * 1e3:.2f} ms",
         f"m measured here on one core; ~ modelled (--help): {network.alpha * 1e6:g} us a message and "
         f"{network.bandwidth / 1e9:g} GB/s are assumed",
     ]
@@ -371,7 +407,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kept", type=int, default=20, help="N, kept per prompt: 20 of 32 is d3s' mean")
     parser.add_argument("--share", type=float, default=0.25, help="rho, share of the kept tokens: 0.25 is d3s' mean")
     parser.add_argument(
-        "--scores", type=float, default=1e8, help="most scores of the measured top share, about 40 bytes each"
+        "--scores", type=float, default=1e8, help="most scores of the measured token selection, about 40 bytes each"
     )
     parser.add_argument("--latency", type=float, default=20.0, help="microseconds of a message, assumed")
     parser.add_argument("--network", type=float, default=Machine().network_gb, help="GB/s of a rank, assumed")

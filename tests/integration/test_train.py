@@ -122,10 +122,13 @@ def test_scores_from_the_update_are_those_of_a_pass_before_it(name, inputs, tmp_
         torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_whose_rewards_are_all_equal_is_skipped_and_said(inputs, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["d3s", "grpo"])  # scored before the update, and by it where there is one
+def test_a_step_whose_rewards_are_all_equal_is_skipped_and_said(name, inputs, tmp_path, capsys):
     """Fault D19."""
-    _, rows = train(inputs, tmp_path / "run", "--rewards.kind", "reward_functions:never", "--algorithm.kl_beta", "0")
+    flags = ["--rewards.kind", "reward_functions:never", "--algorithm.kl_beta", "0", "--algorithm.name", name]
+    _, rows = train(inputs, tmp_path / "run", *flags)
     assert [row["num_updates"] for row in steps_of(rows)] == [0] * STEPS
+    assert all(row["entropy"] > 0 and row["mismatch_mean"] < 1e-4 for row in steps_of(rows))
     assert capsys.readouterr().out.count("no update") == STEPS
     before, after = (load_file(f / "model.safetensors") for f in (inputs[0], tmp_path / "run" / "export"))
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -18,8 +18,9 @@ from d3s_megatron.config import RunConfig
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
 from d3s_megatron.types import Prompt, Rollout, Sample
 
-NUM_PROMPTS = 2
-NUM_TOKENS = 8  # of each answer; decoding them takes less than a hundredth of a usual step's rollouts
+# (prompts, tokens of each answer): the first takes less than a hundredth of a usual step's rollouts; where it finds
+# something, the second decides, since in bfloat16 one unlikely token may differ by more than a nat.
+PROBES = ((2, 8), (8, 32))
 
 Answer = tuple[str, tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # engine, prompt, answer, its log-probs
 
@@ -41,27 +42,31 @@ def check_sync(
     """The mean difference as a row for the log, {"sync_mismatch": nats a token}; a collective over all ranks.
 
     Args:
-        prompts: of the training data; the first ones are used.
+        prompts: of the training data; the first ones are used, more of them where the first two are in doubt.
         after: which sync it was, for the message.
 
     Raises:
         RuntimeError: an engine differs by more than the tolerance; the worst is named.
     """
-    sampling = Sampling(config.rollout.temperature, min(NUM_TOKENS, config.rollout.max_new_tokens))  # no top-p, top-k
-    requests = make_requests(prompts[:NUM_PROMPTS], 1, config.train.seed, step=-1)
-    answers = _of_all_ranks([_answer(name, layout, rollout) for name, rollout in engine.ask_each(requests, sampling)])
-    names = sorted({name for name, *_ in answers})
-    sums = _differences(answers, names, actor, layout)
-    means = sums[:, 1] / sums[:, 0].clamp(min=1)
     limit = tolerance(config)
-    if not bool((means <= limit).all()):
-        worst = int(means.nan_to_num(nan=float("inf")).argmax())
-        raise RuntimeError(
-            f"{after}: log-probs of trainer and {names[worst]} differ by {float(means[worst]):.3g} nats a token, above "
-            f"the tolerance {limit:g} (rollout.probe_tolerance): the engine did not take the weights it was sent, or "
-            "computes another model; no rollout was made with it"
-        )
-    return {"sync_mismatch": float(sums[:, 1].sum() / sums[:, 0].sum().clamp(min=1))}
+    for num_prompts, num_tokens in PROBES:
+        sampling = Sampling(
+            config.rollout.temperature, min(num_tokens, config.rollout.max_new_tokens)
+        )  # no top-p, top-k
+        requests = make_requests(prompts[:num_prompts], 1, config.train.seed, step=-1)
+        asked = engine.ask_each(requests, sampling)
+        answers = _of_all_ranks([_answer(name, layout, rollout) for name, rollout in asked])
+        names = sorted({name for name, *_ in answers})
+        sums = _differences(answers, names, actor, layout)
+        means = sums[:, 1] / sums[:, 0].clamp(min=1)
+        if bool((means <= limit).all()):
+            return {"sync_mismatch": float(sums[:, 1].sum() / sums[:, 0].sum().clamp(min=1))}
+    worst = int(means.nan_to_num(nan=float("inf")).argmax())
+    raise RuntimeError(
+        f"{after}: log-probs of trainer and {names[worst]} differ by {float(means[worst]):.3g} nats a token, above the "
+        f"tolerance {limit:g} (rollout.probe_tolerance): the engine did not take the weights it was sent, or computes "
+        "another model; no rollout was made with it"
+    )
 
 
 def _answer(name: str, layout: Layout, rollout: Rollout) -> Answer:

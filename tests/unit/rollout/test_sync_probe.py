@@ -69,7 +69,7 @@ def test_a_stale_engine_ends_the_run_before_its_first_rollout(train, monkeypatch
     monkeypatch.setattr(StaleEngine, "generate", lambda *args: generated.append(args[1]) or whole(*args))
     with pytest.raises(RuntimeError, match=r"after the weight sync of step 2: .* the engine of rank 0 differ by"):
         train(rollout__probe_after_sync="true")
-    assert [len(requests) for requests in generated[-2:]] == [16, 2]  # the step's, and the probe's
+    assert [len(requests) for requests in generated[-3:]] == [16, 2, 8]  # the step's, and the probe's
 
 
 def test_a_server_whose_engine_stays_as_it_was_is_named_although_its_checksum_is_right(train, inputs, monkeypatch):

@@ -49,11 +49,15 @@ def reason(error: Exception, log: Path) -> str:
 class CMakeBuild(build_ext):
     """Runs CMake; a failure leaves a note in place of the module."""
 
+    def run(self) -> None:
+        self.for_this_tree = bool(self.inplace or self.editable_mode)  # setuptools turns `inplace` off while it builds
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         note = target.parent / NOTE
         target.parent.mkdir(parents=True, exist_ok=True)
-        for old in (note, target, ROOT / "d3s_megatron" / NOTE):
+        for old in (note, target, *([ROOT / "d3s_megatron" / NOTE] if self.for_this_tree else [])):
             old.unlink(missing_ok=True)
         work = Path(self.build_temp).resolve() / "ext"
         shutil.rmtree(work, ignore_errors=True)  # a cache of another compiler or another pip's CMake is worse than none
@@ -75,7 +79,7 @@ class CMakeBuild(build_ext):
         line = f"{what} off: {problem[1]} (full log: {log})"
         print(f"d3s_megatron: {line}", file=sys.stderr)
         note.write_text(line + "\n")
-        if self.inplace or self.editable_mode:
+        if self.for_this_tree:
             (ROOT / "d3s_megatron" / NOTE).write_text(line + "\n")
             if not target.exists():  # an earlier build's module must not pass for this one's
                 (ROOT / "d3s_megatron" / target.name).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,22 @@ assert "torch" not in sys.modules and _ext.state()["CUDA"] == "not built: no wor
     if shutil.which("readelf"):
         needed = subprocess.run(["readelf", "-d", str(modules[0])], capture_output=True, text=True, check=True).stdout
         assert "torch" not in needed and "libstdc++" not in needed and "gomp" not in needed
+
+
+IN_PLACE = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+EDITABLE = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_editable('wheels')"]  # as pip
+
+
+@pytest.mark.parametrize("command", [IN_PLACE, EDITABLE], ids=["in place", "editable"])
+def test_a_failed_build_leaves_no_older_module(tree, command):
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "empty").mkdir()
+    older = tree / f"d3s_megatron/_ext{sysconfig.get_config_var('EXT_SUFFIX')}"
+    older.write_bytes(b"a module of other sources")
+    subprocess.run(command, cwd=tree, env={**os.environ, "PATH": str(tree / "empty")}, check=True, timeout=120)
+    assert not older.exists()
+    assert (tree / "d3s_megatron/_ext_build.txt").read_text().startswith("extension off: cmake is missing")
 
 
 def run_state(folder):

@@ -1,11 +1,16 @@
 """Time and memory of a conversion against a plain copy of the same bytes and against transformers' load and save.
 
-  python tools/bench_conversion.py [--work FOLDER] [--rounds 3] [--workers 2]
+  python tools/bench_conversion.py [--work FOLDER] [--source HF_FOLDER] [--rounds 3] [--workers 2]
 
-The checkpoint is random, with Qwen2.5-Math-1.5B's shape (3.09 GB in bfloat16). Every method runs in a process of its
-own, from a source evicted from the page cache, and ends when its output is synced to disk. Right before each, `cp`
-copies the same source under the same conditions, since a disk's speed drifts; ratios are taken within such a pair,
-and the table shows medians. Needs about 13 GB of disk.
+Without --source the checkpoint is random, with Qwen2.5-Math-1.5B's shape (3.09 GB in bfloat16). Every method runs in
+a process of its own, from a source evicted from the page cache, and ends when its output is synced to disk. Starting
+Python and importing torch and transformers is not counted (for transformers that is most of it), planning is.
+"transformers" is AutoModelForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(out): what a converter
+that goes through a model object does at least, before it has made a Megatron checkpoint of anything.
+
+Right before each method `cp` copies the same source under the same conditions, since a disk's speed drifts: ratios to
+cp are taken within such a pair, ratios to transformers within a round. The methods take turns at being the first of a
+round. The table shows medians, and lowest and highest where it says range. Needs four times the source's disk.
 """
 
 from __future__ import annotations
@@ -47,13 +52,14 @@ CONFIG = {
     "vocab_size": 151936,
 }
 COPY = "cp"
+TRANSFORMERS = "transformers load and save"
 # name: (source folder, arguments of the layout); exports read what the import of the same layout wrote
 METHODS = {
     "import TP1": ("hf", (1, 1)),
     "export TP1": ("import TP1", None),
     "import TP2 x PP2": ("hf", (2, 2)),
     "export TP2 x PP2": ("import TP2 x PP2", None),
-    "transformers load and save": ("hf", None),
+    TRANSFORMERS: ("hf", None),
 }
 
 
@@ -97,7 +103,7 @@ def convert(method: str, source: Path, out: Path, workers: int) -> None:
     if method == COPY:
         subprocess.run(["cp", "-r", source, out], check=True)
         sync(out)
-    elif method.startswith("transformers"):
+    elif method == TRANSFORMERS:
         from transformers import AutoModelForCausalLM
 
         AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(out)
@@ -109,8 +115,8 @@ def convert(method: str, source: Path, out: Path, workers: int) -> None:
 
 
 def one(method: str, source: Path, out: Path, workers: int) -> None:
-    """Run in a process of its own; prints what it took. Starting Python is not counted, planning is."""
-    if method.startswith("transformers"):
+    """Run in a process of its own; prints what it took."""
+    if method == TRANSFORMERS:
         import transformers  # noqa: F401  (its import is no part of the conversion)
     with AnonymousPeak() as memory:
         cpu, started = _cpu_seconds(), time.perf_counter()
@@ -135,45 +141,70 @@ def measure(method: str, source: Path, out: Path, workers: int) -> dict[str, flo
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def bench(work: Path, rounds: int, workers: int) -> str:
+Runs = dict[str, list[tuple[dict[str, float], dict[str, float]]]]  # method -> (its figures, cp's) of every round
+
+
+def one_round(source: Path, work: Path, workers: int, first: int, runs: Runs) -> None:
+    """Measure every method once, beginning with number `first` of the layouts and transformers."""
+    groups = [["import TP1", "export TP1"], ["import TP2 x PP2", "export TP2 x PP2"], [TRANSFORMERS]]
+    order = groups[first % len(groups) :] + groups[: first % len(groups)]
+    for name in [name for group in order for name in group]:
+        reads = source if METHODS[name][0] == "hf" else work / METHODS[name][0]
+        copy = measure(COPY, reads, work / COPY, workers)
+        shutil.rmtree(work / COPY)
+        ours = measure(name, reads, work / name, workers)
+        runs[name].append((ours, copy))
+        print(f"{name}: {ours['seconds']:.1f} s, cp {copy['seconds']:.1f} s", file=sys.stderr, flush=True)
+        if not name.startswith("import"):
+            shutil.rmtree(work / name)
+    for name in METHODS:
+        shutil.rmtree(work / name, ignore_errors=True)
+
+
+def table(runs: Runs, nbytes: int, workers: int) -> str:
     """Markdown table of the medians."""
-    make_source(work / "hf")
-    nbytes = sum(path.stat().st_size for path in (work / "hf").glob("*.safetensors"))
-    runs: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {name: [] for name in METHODS}
-    for _ in range(rounds):
-        for name, (source, _) in METHODS.items():
-            copy = measure(COPY, work / source, work / COPY, workers)
-            shutil.rmtree(work / COPY)
-            ours = measure(name, work / source, work / name, workers)
-            runs[name].append((ours, copy))
-            print(f"{name}: {ours['seconds']:.1f} s, cp {copy['seconds']:.1f} s", file=sys.stderr, flush=True)
-            if not name.startswith("import"):
-                shutil.rmtree(work / name)
+
+    def middle(values: list[float], digits: int = 2) -> str:
+        low, high = min(values), max(values)
+        return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+    rounds = len(runs[TRANSFORMERS])
     lines = [
-        f"{nbytes / 1e9:.2f} GB in bfloat16, {workers} workers, {os.cpu_count()} cores, median of {rounds} rounds, "
-        "source evicted, output synced",
+        f"{nbytes / 1e9:.2f} GB, {workers} workers, {os.cpu_count()} cores, median of {rounds} rounds, source evicted, "
+        "output synced",
         "",
-        "| method | s | cp s | time / cp (range) | GB/s | CPU s | cp CPU s | peak anonymous MB | peak resident MB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| method | s | cp s | time / cp (range) | times as fast as transformers (range) | GB/s | CPU s | cp CPU s "
+        "| peak anonymous MB | peak resident MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, pairs in runs.items():
 
         def median(key: str, which: int = 0, pairs: list = pairs) -> float:
             return statistics.median(pair[which][key] for pair in pairs)
 
-        ratios = sorted(mine["seconds"] / copy["seconds"] for mine, copy in pairs)
-        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+        slow = [pair[0]["seconds"] for pair in runs[TRANSFORMERS]]
         lines.append(
-            f"| {name} | {median('seconds'):.1f} | {median('seconds', 1):.1f} | {ratio} "
+            f"| {name} | {median('seconds'):.1f} | {median('seconds', 1):.1f} "
+            f"| {middle([mine['seconds'] / copy['seconds'] for mine, copy in pairs])} "
+            f"| {middle([theirs / mine['seconds'] for theirs, (mine, _) in zip(slow, pairs, strict=True)])} "
             f"| {nbytes / 1e9 / median('seconds'):.2f} | {median('cpu'):.1f} | {median('cpu', 1):.1f} "
             f"| {median('anonymous') / 1e6:.0f} | {median('resident') / 1e6:.0f} |"
         )
     return "\n".join(lines)
 
 
+def bench(source: Path, work: Path, rounds: int, workers: int) -> str:
+    """Measure some rounds; returns the table."""
+    runs: Runs = {name: [] for name in METHODS}
+    for first in range(rounds):
+        one_round(source, work, workers, first, runs)
+    return table(runs, sum(path.stat().st_size for path in source.glob("*.safetensors")), workers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="folder on the disk to be measured (default: a temporary one)")
+    parser.add_argument("--source", type=Path, help="convert this Hugging Face folder (default: a random checkpoint)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds (%(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="threads of our conversions (%(default)s)")
     parser.add_argument("--one", nargs=3, metavar=("METHOD", "SOURCE", "OUT"), help=argparse.SUPPRESS)
@@ -184,7 +215,9 @@ def main() -> None:
         return
     work = Path(tempfile.mkdtemp(dir=options.work, prefix="bench-conversion-"))
     try:
-        print(bench(work, options.rounds, options.workers))
+        if options.source is None:
+            make_source(work / "hf")
+        print(bench(options.source or work / "hf", work, options.rounds, options.workers))
     finally:
         shutil.rmtree(work)
 

@@ -14,11 +14,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+import warnings
 from pathlib import Path
 
 from d3s_megatron.convert.checkpoint import compare, describe, job, jobs
+from d3s_megatron.convert.checkpoint.sizes import parse_size, size_text
+from d3s_megatron.convert.checkpoint.torch_dist import is_dist_checkpoint
 from d3s_megatron.convert.hf_writer import DEFAULT_SHARD_BYTES
 from d3s_megatron.convert.shape import DTYPES
+
+SECONDS_BETWEEN_LINES = 5  # of progress
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,24 +32,46 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped: the same command continues where it was", file=sys.stderr)
+        return 130
+
+
+class _Progress:
+    """Prints how far a conversion is, at most every few seconds."""
+
+    def __init__(self) -> None:
+        self.started = self.printed = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.printed >= SECONDS_BETWEEN_LINES:
+            self.printed = now
+            print(
+                f"{size_text(done)} of {size_text(total)} after {now - self.started:.0f} s", file=sys.stderr, flush=True
+            )
 
 
 def _import(options: argparse.Namespace) -> int:
+    if is_dist_checkpoint(options.source):
+        raise ValueError(f"{options.source} is a Megatron checkpoint: use export, or give a Hugging Face folder")
     _plan_of(options).check()
     planned = jobs.import_job(
         options.source, options.out, options.tp, options.pp, options.vpp, options.vocab_multiple, _dtype(options)
     )
-    print(job.run(planned, options.workers, not options.buffered))
+    print(job.run(planned, options.workers, not options.buffered, _Progress()))
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
+    if (Path(options.source) / "config.json").is_file():
+        raise ValueError(f"{options.source} is a Hugging Face folder: use import, or give a Megatron checkpoint")
     _plan_of(options).check()
     planned = jobs.export_job(options.source, options.out, options.hf, options.max_shard_bytes, _dtype(options))
-    print(job.run(planned, options.workers, not options.buffered))
+    print(job.run(planned, options.workers, not options.buffered, _Progress()))
     return 0
 
 
@@ -58,6 +86,7 @@ def _verify(options: argparse.Namespace) -> int:
         print(line)
     print(f"{len(digests)} tensors: " + (f"{len(lines)} differ" if lines else "equal bit for bit"))
     if options.logits:
+        warnings.simplefilter("ignore")  # megatron-core's import names what it lacks without a GPU
         from checkpoint_logits import compare_logits  # the only part that needs megatron-core and transformers
 
         difference = compare_logits(Path(options.first), Path(options.second), options.hf)
@@ -94,6 +123,13 @@ def _plan_of(options: argparse.Namespace) -> describe.Plan:
     )
 
 
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _dtype(options: argparse.Namespace):
     return DTYPES[options.dtype] if options.dtype else None
 
@@ -110,17 +146,23 @@ def _parser() -> argparse.ArgumentParser:
             part(sub)
         sub.set_defaults(run=run)
 
-    command("import", _import, "Hugging Face folder -> Megatron checkpoint", _source_and_out, _layout, _common)
-    command("export", _export, "Megatron checkpoint -> Hugging Face folder", _source_and_out, _hf, _shards, _common)
+    command("import", _import, "Hugging Face folder -> Megatron checkpoint", _source_and_out, _layout, _common, _how)
+    command(
+        "export", _export, "Megatron checkpoint -> Hugging Face folder", _source_and_out, _hf, _shards, _common, _how
+    )
     command("verify", _verify, "compare two checkpoints of either kind bit for bit", _two, _hf)
-    command("plan", _plan, "say what a conversion needs; nothing is written", _source, _layout, _hf, _shards, _common)
+    plan = "say what an import (of a Hugging Face folder) or export (of a Megatron one) needs; nothing is written"
+    command("plan", _plan, plan, _source, _out, _layout, _hf, _shards, _common)
     command("inspect", _inspect, "say what a checkpoint holds", _source, _hf)
     return parser
 
 
 def _source(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("source", metavar="CHECKPOINT", help="Hugging Face folder or Megatron (torch_dist) folder")
-    sub.add_argument("--out", help="where it would go: that disk's free space counts (plan only)")
+
+
+def _out(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", help="where it would go: the free space of that disk counts, not of the source's")
 
 
 def _source_and_out(sub: argparse.ArgumentParser) -> None:
@@ -134,12 +176,17 @@ def _two(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--hashes", action="store_true", help="print the BLAKE2b hash of every tensor of A")
     sub.add_argument("--logits", action="store_true", help="also compare transformers' logits with Megatron's")
     sub.add_argument("--tolerance", type=float, default=1e-4, help="largest allowed logit difference (%(default)g)")
-    sub.add_argument("--workers", type=int, default=1, help="threads (%(default)s)")
+    sub.add_argument("--workers", type=int, default=2, help="threads (%(default)s)")
 
 
 def _layout(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that will read it (%(default)s)")
-    sub.add_argument("--pp", type=int, default=1, help="pipeline stages that will read it (%(default)s)")
+    sub.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor-parallel ranks that will read it (%(default)s); any number can, these read one file each",
+    )
+    sub.add_argument("--pp", type=int, default=1, help="pipeline stages that will read it (%(default)s); likewise")
     sub.add_argument("--vpp", type=int, default=1, help="virtual chunks of each stage (%(default)s)")
     sub.add_argument(
         "--vocab-multiple",
@@ -155,13 +202,20 @@ def _hf(sub: argparse.ArgumentParser) -> None:
 
 def _shards(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="largest safetensors file (%(default)s)"
+        "--max-shard-bytes",
+        type=_size,
+        default=DEFAULT_SHARD_BYTES,
+        metavar="SIZE",
+        help=f"largest safetensors file of an export, like 500MB (default: {size_text(DEFAULT_SHARD_BYTES)})",
     )
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", choices=sorted(DTYPES), help="convert to this type; without it the type is kept")
-    sub.add_argument("--workers", type=int, default=1, help="threads (%(default)s); two keep a disk busy")
+    sub.add_argument("--workers", type=int, default=2, help="threads (%(default)s, which keep a disk busy)")
+
+
+def _how(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--buffered",
         action="store_true",

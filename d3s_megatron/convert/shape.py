@@ -110,6 +110,8 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
 def read_config(folder: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder as a dict; ValueError where it is missing or no JSON object."""
     path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ValueError(f"no folder {folder}")
     if not path.is_file():
         raise ValueError(f"no config.json in {folder}: give a Hugging Face model folder")
     try:

@@ -117,7 +117,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, megatron):
 def test_plan_refuses_a_full_disk_or_memory_in_advance(source):
     plan = describe.plan_conversion(source)
     plan.check()
-    with pytest.raises(ValueError, match="the disk has 0.0 GB"):
+    with pytest.raises(ValueError, match="the disk has 10 B free"):
         type(plan)(**{**vars(plan), "free_disk": 10}).check()
     with pytest.raises(ValueError, match="fewer workers"):
         type(plan)(**{**vars(plan), "free_memory": 10}).check()
@@ -138,6 +138,20 @@ def test_full_disk_leaves_nothing_behind(tmp_path, source, run_tool):
         assert status == 2 and "make room" in errors
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_wrong_folders_are_told_apart(tmp_path, source, megatron, run_tool):
+    for arguments, words in (
+        (("import", tmp_path / "nowhere", tmp_path / "out"), "no folder"),
+        (("export", tmp_path / "nowhere", tmp_path / "out"), "no folder"),
+        (("import", megatron, tmp_path / "out"), "is a Megatron checkpoint: use export"),
+        (("export", source, tmp_path / "out"), "is a Hugging Face folder: use import"),
+        (("import", source, source / "out"), "choose another folder"),
+        (("export", megatron, megatron / "hf" / "out"), "choose another folder"),
+    ):
+        status, _, errors = run_tool(*arguments)
+        assert status == 2 and words in errors
+    assert not (tmp_path / "out").exists() and not (source / "out").exists()
 
 
 def test_existing_target_and_foreign_leftovers_are_refused(tmp_path, source, megatron):

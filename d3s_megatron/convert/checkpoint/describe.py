@@ -13,6 +13,7 @@ import torch
 from d3s_megatron.convert.checkpoint.job import partial_folder
 from d3s_megatron.convert.checkpoint.jobs import companions_of
 from d3s_megatron.convert.checkpoint.moves import BAND_BYTES
+from d3s_megatron.convert.checkpoint.sizes import size_text
 from d3s_megatron.convert.checkpoint.torch_dist import DistCheckpoint, is_dist_checkpoint
 from d3s_megatron.convert.checkpoint.torch_dist_layout import lay_out
 from d3s_megatron.convert.hf_folder import INDEX, SINGLE, HFFolder
@@ -47,26 +48,26 @@ class Plan:
         """ValueError where the disk or the memory is too small."""
         if self.written_bytes > self.free_disk:
             raise ValueError(
-                f"{self.written_bytes / 1e9:.1f} GB are to be written, the disk has {self.free_disk / 1e9:.1f} GB "
-                "free: make room or choose another disk"
+                f"{size_text(self.written_bytes)} are to be written, the disk has {size_text(self.free_disk)} free: "
+                "make room or choose another disk"
             )
         if self.peak_bytes > self.free_memory:
             raise ValueError(
-                f"{self.peak_bytes / 1e9:.2f} GB of memory are needed, {self.free_memory / 1e9:.2f} GB are available: "
+                f"{size_text(self.peak_bytes)} of memory are needed, {size_text(self.free_memory)} are available: "
                 "use fewer workers"
             )
 
     def __str__(self) -> str:
         sizes = sorted(self.files.items())
-        shown = [f"  {name}  {size / 1e9:.3f} GB" for name, size in sizes[:8]]
+        shown = [f"  {name}  {size_text(size)}" for name, size in sizes[:8]]
         shown += [f"  ... {len(sizes) - 8} more files"] if len(sizes) > 8 else []
         return "\n".join(
             [
                 describe_shape(self.shape),
-                f"{self.direction}: reads {self.read_bytes / 1e9:.3f} GB, writes {self.written_bytes / 1e9:.3f} GB in "
-                f"{len(sizes)} files, peak memory about {self.peak_bytes / 1e6:.0f} MB",
+                f"{self.direction}: reads {size_text(self.read_bytes)}, writes {size_text(self.written_bytes)} in "
+                f"{len(sizes)} file(s), peak memory about {size_text(self.peak_bytes)}",
                 *shown,
-                f"free: disk {self.free_disk / 1e9:.1f} GB, memory {self.free_memory / 1e9:.1f} GB",
+                f"free: disk {size_text(self.free_disk)}, memory {size_text(self.free_memory)}",
             ]
         )
 
@@ -126,7 +127,7 @@ def inspect(folder: str | Path, companions: str | Path | None = None) -> str:
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.items())
     size = sum(entry.nbytes for entry in hf.entries.values())
     return (
-        f"{describe_shape(shape)}\nHugging Face folder: {len(hf.entries)} tensors ({kinds}), {size / 1e9:.3f} GB in "
+        f"{describe_shape(shape)}\nHugging Face folder: {len(hf.entries)} tensors ({kinds}), {size_text(size)} in "
         f"{len(set(hf.file_of.values()))} file(s)"
     )
 
@@ -148,7 +149,7 @@ def _inspect_dist(checkpoint: DistCheckpoint, companions: str | Path | None) -> 
             f"torch_dist checkpoint: dtype {str(checkpoint.dtype).removeprefix('torch.')}, step {step}, "
             f"{'model and optimizer' if checkpoint.has_optimizer else 'model only'}, written by {tp} tensor-parallel "
             f"rank(s), vocabulary padded to {checkpoint.padded_vocab}",
-            f"{len(checkpoint.stored)} keys, {len(chunks)} chunks, {sum(c.length for c in chunks) / 1e9:.3f} GB in "
+            f"{len(checkpoint.stored)} keys, {len(chunks)} chunks, {size_text(sum(c.length for c in chunks))} in "
             f"{len({chunk.file for chunk in chunks})} file(s)",
         ]
     )
@@ -160,7 +161,7 @@ def describe_shape(shape: ModelShape) -> str:
     return (
         f"{shape.family}: {shape.num_layers} layers, hidden {shape.hidden_size}, MLP {shape.ffn_size}, "
         f"{shape.num_heads} heads of {shape.head_dim}, {shape.num_kv_heads} KV heads, vocabulary {shape.vocab_size}\n"
-        f"  {_nbytes(shape, expected_hf_names(shape), torch.uint8) / 1e9:.3f} G parameters, "
+        f"  {_nbytes(shape, expected_hf_names(shape), torch.uint8):,} parameters, "
         f"{'tied' if shape.tied else 'untied'} embeddings, {rope}, norm epsilon {shape.norm_eps:g}, "
         f"q/k/v bias {'yes' if shape.qkv_bias else 'no'}, q/k norm {'yes' if shape.qk_norm else 'no'}, "
         f"config dtype {str(shape.dtype).removeprefix('torch.')}"

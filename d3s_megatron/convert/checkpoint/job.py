@@ -24,6 +24,7 @@ import torch
 from d3s_megatron.convert.checkpoint.disk import Reader, Writer, reserve
 from d3s_megatron.convert.checkpoint.memory import AnonymousPeak
 from d3s_megatron.convert.checkpoint.moves import Task, run_task
+from d3s_megatron.convert.checkpoint.sizes import size_text
 
 JOURNAL = "journal"
 SYNC_BYTES = 512 * 2**20  # written by a worker between two entries of the journal: what a killed run may repeat
@@ -58,11 +59,9 @@ class Report:
 
     def __str__(self) -> str:
         moved = self.nbytes - self.continued_nbytes
-        before = (
-            f" ({self.continued_nbytes / 1e9:.2f} GB were there from a stopped run)" if self.continued_nbytes else ""
-        )
+        before = f" ({size_text(self.continued_nbytes)} were there from a stopped run)" if self.continued_nbytes else ""
         return (
-            f"wrote {moved / 1e9:.2f} GB in {self.seconds:.2f} s, {moved / 1e9 / self.seconds:.2f} GB/s, synced to disk"
+            f"wrote {size_text(moved)} in {self.seconds:.2f} s, {moved / 1e9 / self.seconds:.2f} GB/s, synced to disk"
             f"{before}; peak anonymous memory {self.peak_anonymous / 1e6:.0f} MB, "
             f"{self.added_anonymous / 1e6:.0f} MB of it for the conversion"
         )
@@ -73,15 +72,19 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
-def run(job: Job, workers: int = 1, direct: bool = True) -> Report:
+def run(job: Job, workers: int = 1, direct: bool = True, progress: Callable[[int, int], None] | None = None) -> Report:
     """Write `job.out`; ValueError where it exists, another run is writing it, or the disk is full.
 
-    `direct` False moves all bytes through the page cache, as cp does.
+    `direct` False moves all bytes through the page cache, as cp does. `progress` is told, now and then and by one
+    thread at a time, how many bytes of how many are written.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}: expected 1 or more")
     if job.out.exists():
         raise ValueError(f"{job.out} exists: remove it or choose another folder")
+    for folder in {path.parent.resolve() for path in job.sources}:
+        if folder in job.out.resolve().parents:
+            raise ValueError(f"{job.out} lies inside {folder}, which is read and stays as it is: choose another folder")
     torch.set_num_threads(1)  # the workers are the parallelism
     started = time.perf_counter()
     partial = partial_folder(job.out)
@@ -91,8 +94,8 @@ def run(job: Job, workers: int = 1, direct: bool = True) -> Report:
         with _Journal(partial, before) as journal:
             _presize(job, partial, journal)
             left = [(i, task) for i, task in enumerate(job.tasks) if i not in journal.done]
-            continued = sum(job.tasks[i].nbytes for i in journal.done)
-            _work(left, partial, workers, journal, direct)
+            continued, total = sum(job.tasks[i].nbytes for i in journal.done), sum(t.nbytes for t in job.tasks)
+            _work(left, partial, workers, journal, direct, lambda done: progress and progress(continued + done, total))
             job.finish(partial)
             if _fingerprint(job) != before:
                 raise ValueError("a source file changed while it was converted: run again on files at rest")
@@ -195,16 +198,25 @@ def _frames(job: Job, partial: Path) -> None:
 def _disk_full(nbytes: int, partial: Path) -> ValueError:
     free = shutil.disk_usage(partial.parent).free
     return ValueError(
-        f"the disk is full: {nbytes / 1e9:.2f} GB are needed beside {partial.parent}, {free / 1e9:.2f} GB are free; "
+        f"the disk is full: {size_text(nbytes)} are needed beside {partial.parent}, {size_text(free)} are free; "
         "make room and run the same command again"
     )
 
 
-def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _Journal, direct: bool) -> None:
+def _work(
+    tasks: list[tuple[int, Task]],
+    partial: Path,
+    workers: int,
+    journal: _Journal,
+    direct: bool,
+    written: Callable[[int], object],
+) -> None:
     queue, lock = iter(tasks), threading.Lock()
     failed = threading.Event()
+    total = 0
 
     def worker() -> None:
+        nonlocal total
         with closing(Reader(direct)) as reader, closing(Writer(partial, direct)) as writer:
             done: list[int] = []
             pending = 0
@@ -220,6 +232,9 @@ def _work(tasks: list[tuple[int, Task]], partial: Path, workers: int, journal: _
                     raise
                 done.append(number)
                 pending += task.nbytes
+                with lock:
+                    total += task.nbytes
+                    written(total)
                 if pending >= SYNC_BYTES:
                     writer.sync()
                     journal.add(done)

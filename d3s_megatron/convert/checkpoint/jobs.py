@@ -32,6 +32,8 @@ def import_job(
     `dtype` None keeps that of config.json. ValueError names whatever does not fit; nothing is written yet.
     """
     source = Path(source)
+    if is_dist_checkpoint(source):
+        raise ValueError(f"{source} is a Megatron checkpoint already: import takes a Hugging Face folder")
     shape, folder = read_shape(source), HFFolder(source)
     folder.check(shape)
     layout = lay_out(shape, dtype or shape.dtype, tp, pp, vpp, vocab_multiple)

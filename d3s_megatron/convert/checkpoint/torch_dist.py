@@ -203,6 +203,8 @@ def is_dist_checkpoint(folder: str | Path) -> bool:
 
 def _check_backend(folder: Path) -> None:
     path = folder / BACKEND
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}")
     if not path.is_file() or not (folder / METADATA).is_file():
         inside = sorted(str(p.parent.relative_to(folder)) for p in folder.glob(f"*/{BACKEND}"))
         hint = f"; there are checkpoints in {', '.join(inside)}: name one" if inside else ""

@@ -58,7 +58,7 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        sizes = sorted(self.files.items())
+        sizes = sorted(self.files.items(), key=lambda item: (len(item[0]), item[0]))  # __2_0 before __10_0
         shown = [f"  {name}  {size_text(size)}" for name, size in sizes[:8]]
         shown += [f"  ... {len(sizes) - 8} more files"] if len(sizes) > 8 else []
         return "\n".join(

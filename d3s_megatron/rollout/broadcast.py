@@ -138,7 +138,8 @@ class _Sync:
             self._owner.group = Group(places[0], self._lines[members[0]].own_address)
             self._owner.members = members
         except RuntimeError as failed:
-            self._give_up(dict.fromkeys(members, f"no group could be made: {groups.first_line(failed)}"))
+            why = f"no group could be made: {groups.first_line(failed)}"
+            self._give_up(self._gone(members) or dict.fromkeys(members, why))
         return self._owner.group
 
     def _tell(self, frames: dict[str, Pieces]) -> bool:
@@ -165,15 +166,18 @@ class _Sync:
                     del waiting[address]
                     broke |= {address: answer} if answer != groups.YES else {}
             time.sleep(POLL_SECONDS)
-        gone = {address: self._last_words(address) for address in members if self._lines[address].is_gone()}
-        return gone or dict.fromkeys(waiting, f"it said nothing for {self._owner.timeout:g} s"), broke
+        return self._gone(members) or dict.fromkeys(waiting, f"it said nothing for {self._owner.timeout:g} s"), broke
 
-    def _last_words(self, address: str) -> str:
-        try:
-            self._lines[address].reply()
-        except (Lost, ValueError) as why:
-            return f"{why}"
-        return "it ended the call"
+    def _gone(self, members: Sequence[str]) -> dict[str, str]:
+        """Servers that have ended their call, with their last words."""
+        gone = {}
+        for address in members:
+            if self._lines[address].is_gone():
+                try:
+                    gone[address] = f"it ended the call: {self._lines[address].reply()}"
+                except (Lost, ValueError) as why:
+                    gone[address] = f"{why}"
+        return gone
 
     def _give_up(self, gone: dict[str, str]) -> None:
         if gone:

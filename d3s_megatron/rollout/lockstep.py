@@ -40,6 +40,7 @@ class Leader:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.name = engine, f"{engine.name} on {dist.get_world_size()} ranks"
+        self.device = engine.device
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[str]:
         """Queues requests."""

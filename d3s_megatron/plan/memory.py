@@ -112,7 +112,7 @@ def layer_activation_bytes(shape: ModelShape, layout: Layout, tokens: int, paddi
     kv = max(1, shape.num_kv_heads / tp) * shape.head_dim
     norms = 2 * (2 * hidden * NORM + NORM) / split
     inputs = 2 * hidden * width / split  # of the two column-parallel GEMMs
-    mlp = 5 * shape.ffn_size / tp * width
+    mlp = 3 * shape.ffn_size / tp * width  # what goes into SwiGLU, and what comes out of it
     rotary = 4 * shape.head_dim * width
     qk_norm = 0.0
     if shape.qk_norm:

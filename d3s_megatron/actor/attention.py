@@ -56,13 +56,17 @@ class Block:
         return replace(self, bias=bias[:, None])
 
 
+def _no_rows() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
 @dataclass
 class PackedRow(PackedSeqParams):
     """Borders of a packed row as megatron-core hands them from layer to layer, made by `pack_row`."""
 
-    position_ids: Tensor = field(default=None)  # [T_own]
+    position_ids: Tensor = field(default_factory=_no_rows)  # [T_own]
     blocks: tuple[Block, ...] = ()
-    source: Tensor = field(default=None)  # [T_own] where each row stands in the rectangles, laid end to end
+    source: Tensor = field(default_factory=_no_rows)  # [T_own] where each row stands in the rectangles, laid end to end
 
     def with_biases(self, dtype: torch.dtype) -> PackedRow:
         """The row for one forward pass: layers share its biases, which are gone when its backward pass is done."""

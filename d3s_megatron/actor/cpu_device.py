@@ -72,11 +72,12 @@ def install() -> None:
     """Makes the module functions of torch.cuda that megatron-core calls harmless; does nothing on a GPU machine."""
     if not needed():
         return
-    torch.cuda.current_device = lambda: CPU  # pipeline buffers and parameters are made on it
-    torch.cuda.synchronize = lambda *args, **kwargs: None
-    torch.cuda.current_stream = lambda *args, **kwargs: _Inert()  # 0.19 asks for streams; a CUDA build would raise
-    torch.cuda.default_stream = lambda *args, **kwargs: _Inert()
-    torch.cuda.Stream = torch.cuda.stream = torch.cuda.Event = _Inert
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU  # pipeline buffers and parameters are made on it
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.current_stream = lambda *args, **kwargs: _Inert()  # 0.19 asks for streams; a CUDA build would raise
+    cuda.default_stream = lambda *args, **kwargs: _Inert()
+    cuda.Stream = cuda.stream = cuda.Event = _Inert
     # Activation recompute keeps the CUDA generator's state; with dropout 0 there is nothing to keep.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.zeros(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None

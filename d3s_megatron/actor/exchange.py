@@ -56,17 +56,17 @@ def share_out(
         layout,
     )
     samples: list[list[Sample]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
-    ids, log_probs, advantages = ids.tolist(), log_probs.tolist(), experience.advantages.tolist()
+    token_ids, floats, advantages = ids.tolist(), log_probs.tolist(), experience.advantages.tolist()
     at, done = 0, 0
     for uid, prompt, total, part in zip(
         *(column[incoming].tolist() for column in (uids, prompts, whole, minibatch)), strict=True
     ):
-        tokens = tuple(ids[at : at + total])
+        tokens = tuple(token_ids[at : at + total])
         sample = Sample(
             uid=uid,
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
-            rollout_log_probs=tuple(log_probs[done : done + total - prompt]),
+            rollout_log_probs=tuple(floats[done : done + total - prompt]),
             advantage=advantages[uid],
         )
         samples[part].append(sample)
@@ -97,7 +97,9 @@ def plan_shares(
     minibatch, replica = torch.zeros_like(uids), torch.zeros_like(uids)
     if not len(uids):
         return minibatch, replica
-    order = ops.mix64(seed, step, uids).argsort()
+    keys = ops.mix64(seed, step, uids)
+    assert isinstance(keys, Tensor)
+    order = keys.argsort()
     num = max(1, min(num_minibatches, len(uids)))
     for m in range(num):
         part = order[m::num]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -186,7 +187,11 @@ class MegatronActor:
         """As `weights`, the float32 gradients that the last update left behind, clipped where it clipped them."""
         if self.config.use_distributed_optimizer:
             raise ValueError("actor.use_distributed_optimizer is true: no rank has whole gradients, switch it off")
-        return weight_stream(self.chunks, self.shape, self.layout, lambda parameter: parameter.main_grad)
+
+        def main_grad(parameter: Any) -> Tensor:
+            return parameter.main_grad
+
+        return weight_stream(self.chunks, self.shape, self.layout, main_grad)
 
     def replica_spread(self) -> float:
         """Largest difference between copies of one weight on several ranks; 0 where all is well."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def fuses_weight_gradients(config: ActorConfig) -> bool:
 
 
 ATTENTION = {"torch": PackedDotProductAttention, "transformer_engine": ThdAttention}
-RECOMPUTE = {
+RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

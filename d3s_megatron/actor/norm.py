@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -12,4 +14,5 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
         super().__init__(hidden_size, eps=eps)
         # Each rank sees a part of the positions, so its gradient is a part of the sum.
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel

@@ -70,7 +70,7 @@ def weight_stream(
         for name, parameter in named_parameters(chunks)
         if not (name == OUTPUT and shape.tied)  # the last stage's copy of a tied embedding
     ]
-    headers: list[list[tuple[str, tuple[int, ...]]]] = [None] * layout.pp_size
+    headers: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(layout.pp_size)]
     dist.all_gather_object(
         headers,
         [(name, tuple(tensor.shape)) for name, tensor in own],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def block_spec(
     """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.mlp.submodules.activation_func = SwiGlu
+    mlp = layer.submodules.mlp  # from 0.19 on a functools.partial
+    (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).activation_func = SwiGlu
     parts = layer.submodules.self_attention.submodules
     parts.core_attention = attention
     if shape.qk_norm:

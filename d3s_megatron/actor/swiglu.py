@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 STRETCH = 1 << 17  # elements of a half worked on at once: 512 KiB in float32
 
@@ -47,11 +49,11 @@ class _SwiGlu(torch.autograd.Function):
         return grad_x.view_as(x)
 
 
-class SwiGlu(nn.Module):
+class SwiGlu(MegatronModule):
     """[..., 2 F] gates and ups -> [..., F]; the layer spec's activation, which megatron-core hands the whole input."""
 
-    def __init__(self, config) -> None:
-        super().__init__()
+    def __init__(self, config: TransformerConfig | None = None) -> None:
+        super().__init__(config=config)
 
     def forward(self, x: Tensor) -> Tensor:
         return _SwiGlu.apply(x)

@@ -15,7 +15,7 @@ def test_values_and_gradients_are_those_of_the_plain_expression(shape, dtype, mo
     x = torch.randn(shape, generator=g).to(dtype).requires_grad_()
     plain = x.detach().clone().requires_grad_()
     gate, up = plain.chunk(2, -1)
-    ours, want = swiglu.SwiGlu(None)(x), F.silu(gate) * up
+    ours, want = swiglu.SwiGlu()(x), F.silu(gate) * up
     torch.testing.assert_close(ours, want)
     grad = torch.randn(want.shape, generator=g).to(dtype)
     ours.backward(grad)
@@ -25,4 +25,4 @@ def test_values_and_gradients_are_those_of_the_plain_expression(shape, dtype, mo
 
 def test_gradient_by_finite_differences():
     x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    assert torch.autograd.gradcheck(swiglu.SwiGlu(None), x)
+    assert torch.autograd.gradcheck(swiglu.SwiGlu(), x)

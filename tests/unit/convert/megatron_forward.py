@@ -6,16 +6,17 @@ groups globally and wants `torch.cuda.current_device` replaced where there is no
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from d3s_megatron.actor.config import ActorConfig
+from d3s_megatron.actor.model import transformer_config
 from d3s_megatron.convert import megatron_names, read_shape, rope_inv_freq, shard_from_hf
 from tests.unit.convert.builders import VARIANTS, tiny_config
 
@@ -23,31 +24,8 @@ PADDED = 12
 
 
 def megatron_model(shape):
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=shape.linear_bias,
-        add_qkv_bias=shape.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-    )
     model = GPTModel(
-        config,
+        replace(transformer_config(shape, ActorConfig()), use_te_activation_func=False),  # megatron-core's own MLP
         get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm"),
         vocab_size=PADDED,
         max_sequence_length=shape.max_positions,

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.utils.logging import disable_progress_bar
 
 from d3s_megatron import stages
-from d3s_megatron.actor.parallel import gather_rows, shutdown
+from d3s_megatron.actor.parallel import gather_rows, over_all_ranks, shutdown
 from d3s_megatron.ahead import RolloutSource
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.audit.gather import StepRecord
@@ -101,7 +101,7 @@ def train(parts: Parts) -> Progress:
         with clock("audit"):
             record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
             parts.audit.step(record, row, parts.actor)
-        row |= parts.reward.report() | probed | synced | clock.as_row()
+        row |= parts.reward.report(partial(over_all_ranks, layout=layout)) | probed | synced | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
         if not stepped and not row["num_bad_updates"]:

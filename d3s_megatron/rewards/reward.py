@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from d3s_megatron.rewards.config import RewardConfig
@@ -15,6 +15,8 @@ from d3s_megatron.types import Rollout, Verdict
 STATUSES = ("right", "wrong", "no_answer", "unparsable_gold", "timeout", "crash")
 MATH_JUDGE = "d3s_megatron.rewards.math_judge:judge"
 _WARN_FROM = 8  # answers in a call; fewer may all be wrong by chance
+
+Total = Callable[[list[float]], list[float]]
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,15 @@ class Reward:
             logger.warning("not one of %d answers was rewarded: %s", len(verdicts), counts)
         return verdicts
 
-    def report(self) -> dict[str, float]:
-        """What happened since the last report, for the run log: how many answers had each status; then start anew."""
+    def report(self, total: Total = list) -> dict[str, float]:
+        """What happened since the last report, for the run log: how many answers had each status; then start anew.
+
+        Args:
+            total: numbers of this process to those of all that judge, added up.
+        """
         counts, self._counts = self._counts, Counter()
-        return {f"rewards/{status}": float(counts[status]) for status in STATUSES}
+        numbers = total([float(counts[status]) for status in STATUSES])
+        return {f"rewards/{status}": number for status, number in zip(STATUSES, numbers, strict=True)}
 
     def close(self) -> None:
         """End what the reward has started."""
@@ -114,13 +121,14 @@ class MixtureReward(Reward):
         failed = [verdict.status for verdict in row if math.isnan(verdict.value)]
         return Verdict(value, failed[0] if failed else row[0].status)
 
-    def report(self) -> dict[str, float]:
+    def report(self, total: Total = list) -> dict[str, float]:
         """As every reward's, and the unweighted mean of each part (NaN where it judged nothing)."""
-        report = super().report()
+        report = super().report(total)
         for name, part in self._parts.items():
-            num = self._num_values[name]
-            report[f"rewards/{name}/mean"] = self._sums[name] / num if num else math.nan
-            report |= {key.replace("rewards/", f"rewards/{name}/", 1): count for key, count in part.report().items()}
+            value, num = total([self._sums[name], float(self._num_values[name])])
+            report[f"rewards/{name}/mean"] = value / num if num else math.nan
+            counts = part.report(total)
+            report |= {key.replace("rewards/", f"rewards/{name}/", 1): count for key, count in counts.items()}
         self._sums.clear()
         self._num_values.clear()
         return report

@@ -9,6 +9,7 @@ from builders import tiny_run
 from helpers import run_python
 from safetensors.torch import load_file
 
+from d3s_megatron.rewards.reward import STATUSES
 from d3s_megatron.train import main
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
@@ -53,6 +54,8 @@ def test_every_step_logs_what_was_selected_and_what_it_cost(run_tp2):
             *("time/rollout", "time/reward", "time/score", "time/update", "time/sync", "rewards/right"),
         ):
             assert name in row, name
+        assert sum(row[f"rewards/{status}"] for status in STATUSES) == PROMPTS * GROUP  # those of all ranks
+        assert row["rewards/right"] == round(row["reward"] * PROMPTS * GROUP)
     # By the schedule the last steps keep everything, so the mean over groups of their variance is that of all.
     assert steps[-1]["advantage_variance_kept"] == pytest.approx(steps[-1]["advantage_variance_all"])
 

@@ -33,7 +33,8 @@ def require_tensor(name: str, x: Any) -> None:
 
 def require_vector(name: str, x: Tensor, dtype: torch.dtype, like: Tensor | None = None) -> None:
     """Raise ValueError unless x is a 1-D tensor of the dtype, as long as `like` and on its device."""
-    if isinstance(x, Tensor) and x.dtype == dtype and x.dim() == 1 and x.layout == torch.strided:  # no message is made where all is right
+    # No message is made where all is right.
+    if isinstance(x, Tensor) and x.dtype == dtype and x.dim() == 1 and x.layout == torch.strided:
         if like is None or (x.shape == like.shape and x.device == like.device):
             return
     require_tensor(name, x)

@@ -74,7 +74,8 @@ def probe(
 
 def _scored(actor: MegatronActor, rollouts: Sequence[Rollout], rows: Experience, layout: Layout) -> stages.Batch:
     one_step = AlgorithmConfig(num_minibatches=1)
-    return stages.score(stages.redistribute(rollouts, rows, one_step, layout), actor)
+    shares_prompts = actor.config.shares_prompts
+    return stages.score(stages.redistribute(rollouts, rows, one_step, layout, share_prompts=shares_prompts), actor)
 
 
 def _means(batch: stages.Batch, layout: Layout) -> dict[str, float]:

@@ -99,7 +99,7 @@ class Replay:
         rollouts, verdicts = load_rollouts(self.run, step, layout.rank, layout.world_size)
         judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
         selected = recipe.apply(judged, amounts.num_kept)
-        batch = stages.redistribute(rollouts, selected, algorithm, layout)
+        batch = stages.redistribute(rollouts, selected, algorithm, layout, share_prompts=settings.actor.shares_prompts)
         late = stages.scores_in_update(algorithm, settings.actor, recipe, loss)
         if not late:
             batch = stages.score(batch, actor, with_reference=loss.kl_beta > 0)

@@ -93,14 +93,18 @@ def redistribute(
     config: AlgorithmConfig,
     layout: Layout,
     with_dropped: bool = False,
+    share_prompts: bool = True,
 ) -> Batch:
-    """Stage 6: the kept rollouts, balanced over the data-parallel ranks; `with_dropped` carries the others too."""
+    """Stage 6: the kept rollouts, balanced over the data-parallel ranks; `with_dropped` carries the others too.
+
+    `share_prompts` says whether rollouts of a prompt that meet on a rank can share it there.
+    """
 
     kept = experience.kept.tolist()
 
     def shares(wanted: bool, num_minibatches: int) -> list[list[Sample]]:
         mine = [rollout for rollout in rollouts if kept[rollout.request.uid] == wanted]
-        return share_out(mine, experience, num_minibatches, layout)
+        return share_out(mine, experience, num_minibatches, layout, share_prompts)
 
     parts = shares(True, config.num_minibatches)
     dropped = tuple(shares(False, 1)[0]) if with_dropped else ()

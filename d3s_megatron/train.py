@@ -61,8 +61,8 @@ def train(parts: Parts) -> Progress:
             lengths.add(parts.order.batch(step), judged.group_ids.tolist(), judged.lengths.tolist())
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)
-            score_all = not config.actor.select_before_scoring
-            batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all)
+            score_all, share_prompts = not config.actor.select_before_scoring, config.actor.shares_prompts
+            batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all, share_prompts)
         with clock("score"):
             if not late:
                 batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)

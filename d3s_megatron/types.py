@@ -4,7 +4,7 @@ Every record is frozen; a stage takes one record and returns the next.
 
 Shape legend, used in every file of this package:
     P  prompts in a batch           G  rollouts per prompt        N  rollouts in a batch (P * G)
-    K  kept rollouts (K <= N)       T  tokens of a packed row     n  sequences in a packed row
+    K  kept rollouts (K <= N)       T  tokens of a packed row     n  segments of a packed row
     S  scored positions in a row: one per response token          V  vocabulary (V_tp: one rank's shard)
     L  response tokens of one rollout, the end-of-sequence token included where it was sampled
 """

@@ -1,9 +1,12 @@
 """Attention over packed rows for megatron-core without Transformer Engine.
 
-A packed row holds n samples one after the other, [T, 1, ...]. Attention must not see across their borders and
-positions restart at 0. megatron-core's own CPU attention knows no packing; here the samples of a row are laid out
-as small rectangles (`blocks`), torch's scaled_dot_product_attention runs on each, and the result goes back into the
-row. Samples share a rectangle only if their lengths are within a factor of two, so at most half of it is padding.
+A packed row holds samples one after the other, [T, 1, ...]. Attention must not see across their borders and positions
+restart at 0. megatron-core's own CPU attention knows no packing; here the samples of a row are laid out as small
+rectangles (`blocks`), torch's scaled_dot_product_attention runs on each, and the result goes back into the row. Samples
+share a rectangle only if their lengths are within a factor of two, so at most half of it is padding.
+
+Samples of one prompt may share its tokens (TokenBatch.prefix). A small family of them, prompt and responses, is one
+rectangle with a mask; in a larger one every response is laid out behind a copy of its prompt's rows.
 
 Under context parallelism a rank has queries of two chunks of every sample (context.py) and takes the keys and values
 of all ranks; a late chunk's mask is a tensor, chunk x keys, which the layers share. Transformer Engine passes keys
@@ -67,6 +70,7 @@ class PackedRow(PackedSeqParams):
     position_ids: Tensor = field(default_factory=_no_rows)  # [T_own]
     blocks: tuple[Block, ...] = ()
     source: Tensor = field(default_factory=_no_rows)  # [T_own] where each row stands in the rectangles, laid end to end
+    shares_prompts: bool = False  # a segment continues another one
 
     def with_biases(self, dtype: torch.dtype) -> PackedRow:
         """The row for one forward pass: layers share its biases, which are gone when its backward pass is done."""
@@ -107,6 +111,7 @@ def pack_row(
         position_ids=position_ids[own_positions(cu_seqlens, cp_rank, cp_size)].to(device),
         blocks=tuple(block.to(device) for block in blocks),
         source=source.to(device),
+        shares_prompts=prefix is not None and bool((prefix >= 0).any()),
     )
 
 
@@ -216,10 +221,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scale: flo
     for block in row.blocks:
         q = query[block.queries].transpose(1, 2)  # [m, h, Lq, d]
         k, v = (t[block.keys].transpose(1, 2) for t in (key, value))  # [m, g, Lk, d]
+        one_each = grouped and block.bias is not None and q.is_cuda  # no fused CUDA kernel takes both groups and a mask
+        if one_each:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         assert block.behind is None or block.bias is not None, "the row lacks its biases"
         # Padding stands after the last token of its sample, so the causal mask alone hides it.
         out = F.scaled_dot_product_attention(
-            q, k, v, block.bias, is_causal=block.bias is None, scale=scale, enable_gqa=grouped
+            q, k, v, block.bias, is_causal=block.bias is None, scale=scale, enable_gqa=grouped and not one_each
         )
         laid.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [m * Lq, h * d]
     return torch.cat(laid).index_select(0, row.source)
@@ -275,6 +283,7 @@ class ThdAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:  # [T_own, 1, h * d]
         assert isinstance(packed_seq_params, PackedRow), "rows reach the model through pack_row"
+        assert not packed_seq_params.shares_prompts, "its kernel takes every border for the end of a sample"
         whole = packed_seq_params.cu_seqlens_q.int()
         borders = PackedSeqParams(
             qkv_format="thd",

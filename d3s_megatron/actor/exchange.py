@@ -22,12 +22,17 @@ from d3s_megatron.types import Experience, Rollout, Sample
 
 
 def share_out(
-    local: Sequence[Rollout], experience: Experience, num_minibatches: int, layout: Layout
+    local: Sequence[Rollout],
+    experience: Experience,
+    num_minibatches: int,
+    layout: Layout,
+    share_prompts: bool = True,
 ) -> list[list[Sample]]:
     """This data-parallel rank's samples of each mini-batch, in uid order; a collective over all ranks.
 
     Args:
         local: the rollouts to share out that this rank made.
+        share_prompts: keep rollouts of a prompt together, as far as shares stay even.
     """
     rows = [number for r in local for number in (r.request.uid, len(r.request.prompt.token_ids))]
     tables = [table.view(-1, 2) for table in gather_rows(torch.tensor(rows, dtype=torch.int64), layout)]
@@ -41,8 +46,7 @@ def share_out(
         layout.dp_size,
         experience.seed,
         experience.step,
-        prompts,
-        experience.group_ids[uids],
+        *((prompts, experience.group_ids[uids]) if share_prompts else ()),
     )
     target = dict(zip(uids.tolist(), replica.tolist(), strict=True))
     incoming = replica == layout.dp_rank  # in the order in which they arrive: rank by rank, as each holds them

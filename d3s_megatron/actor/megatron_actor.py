@@ -266,9 +266,8 @@ def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, opt
         ddp,
     )
     for group in megatron_optimizer.param_groups:
-        if (
-            "fused" in group
-        ):  # torch's AdamW, where neither Transformer Engine nor Apex is there: one call for all weights
+        # torch's AdamW, where neither Transformer Engine nor Apex is there: one call for all weights.
+        if "fused" in group:
             group["fused"] = True
     return megatron_optimizer
 

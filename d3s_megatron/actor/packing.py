@@ -81,7 +81,7 @@ def pack(
         multiple_of: row lengths are padded to it (sequence parallelism needs the TP size).
         scored: per sample the response tokens [L] bool whose log-probs are wanted; None means all. A sample ends
             after its last scored token (nothing later can matter to it), and one without any is left out.
-        truncate: False keeps samples whole and leaves none out, for comparison.
+        truncate: False keeps samples whole and leaves out empty responses only, for comparison.
         share_prompts: False lays a prompt's tokens out with each of its samples, for comparison.
         sample_multiple: samples are padded to it at their ends (context parallelism); it divides `multiple_of`, and
             such samples share no prompt.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 STRETCH = 1 << 17  # elements of a half worked on at once: 512 KiB in float32
 
@@ -22,8 +23,8 @@ STRETCH = 1 << 17  # elements of a half worked on at once: 512 KiB in float32
 def _stretches(x: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(rows, their gate, their up) of x [T, 2 F]."""
     num_rows, width = x.shape[0], x.shape[1] // 2
-    step = num_rows if x.is_cuda else max(1, STRETCH // width)
-    for start in range(0, num_rows, max(1, step)):
+    step = max(1, num_rows if x.is_cuda else STRETCH // width)
+    for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         yield rows, x[rows, :width], x[rows, width:]
 
@@ -39,6 +40,7 @@ class _SwiGlu(torch.autograd.Function):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         flat, grad = x.flatten(0, -2), grad.flatten(0, -2)

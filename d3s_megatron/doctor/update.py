@@ -104,7 +104,8 @@ def one_update(job: Job) -> dict[str, Any]:
     chosen = amounts(algorithm, 0, STEPS)
     selected = recipe.apply(judged, chosen.num_kept)
     score_all = not actor.config.select_before_scoring
-    batch = stages.score(stages.redistribute(rollouts, selected, algorithm, layout, score_all), actor)
+    batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all, config.shares_prompts)
+    batch = stages.score(batch, actor)
     select = partial(stages.select_tokens, recipe=recipe, amounts=chosen, experience=selected, layout=layout)
     batch = select(batch)
     reselect = stages.reselect_tokens(actor, select)

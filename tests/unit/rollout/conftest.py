@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
 from d3s_megatron.rollout import RolloutConfig, make_requests
+from d3s_megatron.rollout.serve import Server
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 from d3s_megatron.types import Prompt
 
@@ -61,6 +62,22 @@ def engine(folder):
         return TransformersEngine(folder(family, seed), RolloutConfig(**options))
 
     return make
+
+
+@pytest.fixture
+def serve(folder, request):
+    """serve(seed): a server with a random model of that seed and its test module's CONFIG, in threads of this process."""
+    config, running = request.module.CONFIG, []
+
+    def make(seed=0, family="qwen2-tied", max_model_len=64, port=0):
+        path = folder(family, seed)
+        running.append(Server(TransformersEngine(path, config), path, config, max_model_len, port=port))
+        return running[-1]
+
+    yield make
+    for server in running:
+        if server.worker.thread.is_alive():
+            server.close()
 
 
 @pytest.fixture

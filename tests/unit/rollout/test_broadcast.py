@@ -11,7 +11,6 @@ from helpers import ROOT
 
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, Sampling, broadcast
-from d3s_megatron.rollout.serve import Server
 from d3s_megatron.rollout.server_engine import ServerEngine
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
@@ -32,21 +31,6 @@ def process(folder):
     yield running
     running.kill()
     running.wait()
-
-
-@pytest.fixture
-def serve(folder):
-    """serve(port): a server in threads of this process."""
-    running = []
-
-    def make(port=0):
-        running.append(Server(TransformersEngine(folder(), CONFIG), folder(), CONFIG, 64, port=port))
-        return running[-1]
-
-    yield make
-    for server in running:
-        if server.worker.thread.is_alive():
-            server.close()
 
 
 @pytest.fixture
@@ -78,7 +62,7 @@ def test_a_group_is_kept_while_the_same_servers_are_there(folder, serve, engine_
     second.close()
     engine.load_weights(weights(folder()))  # without it
     assert f"{second.address} did not take the weights" in capfd.readouterr().err
-    again = serve(second.server_address[1])
+    again = serve(port=second.server_address[1])
     engine.load_weights(weights(folder()))  # it joins late
     assert f"{again.address} is back" in capfd.readouterr().err
     assert first.membership.name == again.membership.name not in names

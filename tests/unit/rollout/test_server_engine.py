@@ -9,7 +9,6 @@ import torch
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, Sampling
 from d3s_megatron.rollout.dispatch import NoServerLeft
-from d3s_megatron.rollout.serve import Server
 from d3s_megatron.rollout.server_engine import ServerEngine
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
@@ -20,22 +19,6 @@ CONFIG = RolloutConfig(server_patience=0.1, server_timeout=30)
 def weights(folder):
     source = HFFolder(folder)
     return list(source.tensors(read_shape(folder)))
-
-
-@pytest.fixture
-def serve(folder):
-    """serve(seed): a server with a random model of that seed, in threads of this process."""
-    running = []
-
-    def make(seed=0, family="qwen2-tied", max_model_len=64, port=0):
-        path = folder(family, seed)
-        running.append(Server(TransformersEngine(path, CONFIG), path, CONFIG, max_model_len, port=port))
-        return running[-1]
-
-    yield make
-    for server in running:
-        if server.worker.thread.is_alive():
-            server.close()
 
 
 @pytest.fixture

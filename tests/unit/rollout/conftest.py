@@ -66,7 +66,7 @@ def engine(folder):
 
 @pytest.fixture
 def serve(folder, request):
-    """serve(seed): a server with a random model of that seed and its test module's CONFIG, in threads of this process."""
+    """serve(seed): a server with a random model of that seed and its test module's CONFIG, in threads here."""
     config, running = request.module.CONFIG, []
 
     def make(seed=0, family="qwen2-tied", max_model_len=64, port=0):

@@ -61,11 +61,12 @@ def _micros(chunks, rows: Sequence[TokenBatch], losses: Sequence[LossBatch] | No
     micros = []
     for i, row in enumerate(rows):
         share = share_of(row, rank, size)
+        packed = pack_row(row.cu_seqlens, row.position_ids, device, row.prefix, dtype, rank, size)
         micros.append(
             _Micro(
                 token_ids=row.token_ids[share.positions][None].to(device),
-                position_ids=row.position_ids[share.positions][None].to(device),
-                packed=pack_row(row.cu_seqlens, row.position_ids, device, row.prefix, dtype, rank, size),
+                position_ids=packed.position_ids[None],
+                packed=packed,
                 rows=share.rows.to(device),
                 targets=row.targets[share.scored].to(device),
                 scored=share.scored.to(device),

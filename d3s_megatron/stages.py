@@ -43,7 +43,7 @@ def generate(
     """
     if share is None:
         share = rank_share(len(prompts), layout.rank, layout.world_size)
-    requests = [r for i in share for r in make_requests([prompts[i]], num_samples, seed, step, first_group=i)]
+    requests = make_requests([prompts[i] for i in share], num_samples, seed, step, share)
     rollouts = engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
     return sorted(rollouts, key=lambda rollout: rollout.request.uid)
 

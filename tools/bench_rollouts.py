@@ -2,14 +2,16 @@
 
     python tools/bench_rollouts.py --engines transformers vllm server --hidden 128 --layers 2
 
-"server" is engines of the first other kind given, behind --servers rollout servers in processes of their own, and a row
-for each of --transports, by which weights get there. Every engine gets the same prompts and seeds; the first call is
-not counted. Rows that are run beside other work show it: take the ratio of two rows of one run, not of two runs.
+"server" is engines of the first other kind given, behind rollout servers in processes of their own: a row for each
+number of --servers and each of --transports, by which weights get there. Every engine gets the same prompts and seeds;
+the first call is not counted. Rows that are run beside other work show it: take the ratio of two rows of one run, not
+of two runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -59,8 +61,8 @@ def build_model(folder: Path, args: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def servers_of(model: Path, args: argparse.Namespace) -> Iterator[str]:
-    """The addresses of rollout servers, and their end."""
+def servers_of(model: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+    """The addresses of as many rollout servers as any row wants, and their end."""
     behind = next(name for name in args.engines if name != "server")
     command = [
         *(sys.executable, "-m", "d3s_megatron.rollout.serve", "--model", model, "--engine", behind, "--port", "0"),
@@ -69,12 +71,10 @@ def servers_of(model: Path, args: argparse.Namespace) -> Iterator[str]:
     ]
     running = [
         subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True, env=os.environ)
-        for _ in range(args.servers)
+        for _ in range(max(args.servers))
     ]
     try:
-        yield ",".join(
-            next(line.split()[-1] for line in process.stdout if line.startswith("serving ")) for process in running
-        )
+        yield [next(line.split()[-1] for line in process.stdout if line.startswith("serving ")) for process in running]
     finally:
         for process in running:
             process.terminate()
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["transformers"], choices=("transformers", "vllm", "server"))
     ways = ("http", "folder", "broadcast")
     parser.add_argument("--transports", nargs="+", default=["http"], choices=ways, help="of weights to servers")
+    parser.add_argument("--servers", nargs="+", type=int, default=[1], help="numbers of rollout servers (default 1)")
     for name, value, text in (
         ("hidden", 128, "hidden units"),
         ("head-size", 32, "units of an attention head"),
@@ -117,7 +118,6 @@ def main() -> None:
         ("prompt", 32, "tokens of a prompt"),
         ("tokens", 64, "tokens of an answer"),
         ("batch", 512, "answers decoded at once"),
-        ("servers", 1, "rollout servers"),
         ("repeats", 3, "counted calls, of which the best is shown"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
@@ -133,7 +133,7 @@ def main() -> None:
         print(
             f"{args.prompts * args.samples} answers of {args.tokens} tokens, {args.layers} layers of {args.hidden}, "
             f"vocabulary {args.vocab}, {args.dtype}, {torch.get_num_threads()} threads\n"
-            f"{'engine':<20}{'tokens/s':>10}{'sync s':>9}{'MB':>8}{'MB/s':>8}",
+            f"{'engine':<22}{'tokens/s':>10}{'sync s':>9}{'MB':>8}{'MB/s':>8}",
             flush=True,
         )
         for kind in (kind for kind in args.engines if kind != "server"):
@@ -142,17 +142,17 @@ def main() -> None:
                 show(kind, *measure(one, model, args))
         if "server" in args.engines:
             with servers_of(model, args) as addresses, tempfile.TemporaryDirectory() as sync_folder:
-                for transport in args.transports:
+                for number, transport in itertools.product(args.servers, args.transports):
                     way = {"weight_transport": transport, "sync_folder": sync_folder}
-                    settings = replace(config, engine="server", servers=addresses, **way)
+                    settings = replace(config, engine="server", servers=",".join(addresses[:number]), **way)
                     with closing(ServerEngine(model, settings, args.prompt + args.tokens)) as one:
-                        show(f"{args.servers} server, {transport}", *measure(one, model, args))
+                        show(f"{number} server{'s' * (number > 1)}, {transport}", *measure(one, model, args))
 
 
 def show(name: str, speed: float, seconds: float, num_bytes: int) -> None:
     """A row of the table."""
     megabytes = num_bytes / 1e6
-    print(f"{name:<20}{speed:>10.0f}{seconds:>9.3f}{megabytes:>8.1f}{megabytes / seconds:>8.0f}", flush=True)
+    print(f"{name:<22}{speed:>10.0f}{seconds:>9.3f}{megabytes:>8.1f}{megabytes / seconds:>8.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def evaluate_policy(
     `rewards` is the configuration that `reward` was made of; it says what an answer votes for in maj@k.
     """
     mine = [prompts[i] for i in share]
-    requests = make_requests(mine, num_samples, seed, EVAL_STEP, first_group=share.start)
+    requests = make_requests(mine, num_samples, seed, EVAL_STEP, share)
     rollouts = engine.generate(requests, sampling)  # a rank without prompts too: ranks may share an engine
     verdicts = grade_rollouts(reward, rollouts)
     answers = [

@@ -13,17 +13,15 @@ _SALT = 0x524F4C4C  # keeps these hashes apart from the tie keys, which come fro
 
 
 def make_requests(
-    prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, first_group: int = 0
+    prompts: Sequence[Prompt], num_samples: int, seed: int, step: int, slots: Sequence[int] | None = None
 ) -> list[Request]:
     """`num_samples` requests for each prompt, prompt by prompt; uid is group_id * num_samples + sample.
 
-    A rank that holds a share of the batch passes the slot of its first prompt as `first_group`; uids and seeds are
-    then those that one rank alone would have given.
+    A rank that holds a share of the batch passes the place of each of its prompts in the batch as `slots`, which are the
+    group ids; uids and seeds are then those that one rank alone would have given.
     """
-    first = first_group * num_samples
-    uids = range(first, first + len(prompts) * num_samples)
+    groups = range(len(prompts)) if slots is None else slots
+    uids = [group * num_samples + sample for group in groups for sample in range(num_samples)]
     seeds = mix64(seed, step, torch.tensor(uids, dtype=torch.int64), _SALT).tolist() if uids else []
-    return [
-        Request(uid, uid // num_samples, prompts[(uid - first) // num_samples], seed)
-        for uid, seed in zip(uids, seeds, strict=True)
-    ]
+    asked = [(group, prompt) for group, prompt in zip(groups, prompts, strict=True) for _ in range(num_samples)]
+    return [Request(uid, group, prompt, one) for uid, one, (group, prompt) in zip(uids, seeds, asked, strict=True)]

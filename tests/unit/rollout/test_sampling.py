@@ -110,7 +110,8 @@ def test_requests_of_a_rank_are_those_of_the_whole_batch():
     whole = make_requests(prompts, 3, seed=1, step=2)
     assert [r.uid for r in whole] == list(range(12))
     assert [r.group_id for r in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert whole == make_requests(prompts[:2], 3, 1, 2) + make_requests(prompts[2:], 3, 1, 2, first_group=2)
+    assert make_requests([prompts[3], prompts[1]], 3, 1, 2, [3, 1]) == whole[9:] + whole[3:6]
+    assert make_requests([], 3, 1, 2, []) == []
     others = make_requests(prompts, 3, seed=1, step=3) + make_requests(prompts, 3, seed=2, step=2)
     assert len({r.seed for r in whole + others}) == 36
 

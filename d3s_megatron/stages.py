@@ -49,11 +49,18 @@ def generate(
 
 
 def judge(
-    rollouts: Sequence[Rollout], verdicts: Sequence[Verdict], truncated: str, seed: int, step: int, layout: Layout
+    rollouts: Sequence[Rollout],
+    verdicts: Sequence[Verdict],
+    truncated: str,
+    seed: int,
+    step: int,
+    layout: Layout,
+    most: int = 0,
 ) -> Experience:
     """Stage 3: this rank's verdicts, gathered into the batch's Experience, the same on every rank.
 
-    `truncated` says what an answer cut at the length limit is worth (AlgorithmConfig.truncated; method 4, row 24).
+    `truncated` says what an answer cut at the length limit is worth (AlgorithmConfig.truncated; method 4, row 24);
+    `most`, on every rank alike, how many rollouts a rank is thought to have made.
     """
     rows = torch.tensor(
         [
@@ -62,7 +69,7 @@ def judge(
         ],
         dtype=torch.float64,
     )
-    table = torch.cat(gather_rows(rows.flatten(), layout)).view(-1, 5)
+    table = torch.cat(gather_rows(rows.flatten(), layout, 5 * most)).view(-1, 5)
     table = table[table[:, 0].argsort()]
     _, groups, rewards, lengths, cut = table.unbind(1)
     if truncated != "judge":
@@ -137,12 +144,13 @@ def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
     rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
     diff = old - rollout
     k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)
-    sums = torch.stack([torch.tensor(float(len(diff)), dtype=torch.float64), diff.abs().sum(), k3.sum()])
-    num, mismatch, mismatch_kl = reduce(sums, "sum").tolist()
-    worst = torch.cat([diff.abs(), torch.zeros(1, dtype=torch.float64)]).max()[None]
+    table = torch.zeros(reduce.num_ranks, 4, dtype=torch.float64)  # a row a rank: its sums, and its worst
+    worst = diff.abs().max() if len(diff) else 0.0
+    table[reduce.rank] = torch.tensor([len(diff), diff.abs().sum(), k3.sum(), worst])
+    num, mismatch, mismatch_kl, _ = reduce(table, "sum").sum(0).tolist()
     return {
         "mismatch_mean": mismatch / max(1.0, num),
-        "mismatch_max": float(reduce(worst, "max")),
+        "mismatch_max": float(table[:, 3].max()),
         "mismatch_kl": mismatch_kl / max(1.0, num),
     }
 

@@ -57,7 +57,8 @@ def train(parts: Parts) -> Progress:
             rollouts, staleness = source.take(step)
         with clock("reward"):
             verdicts = grade_rollouts(parts.reward, rollouts)
-            judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
+            most = 2 * algorithm.samples_per_prompt * -(-len(prompts) // layout.world_size)
+            judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout, most)
             lengths.add(parts.order.batch(step), judged.group_ids.tolist(), judged.lengths.tolist())
         with clock("select"):
             selected = parts.recipe.apply(judged, amounts.num_kept)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
-# In-place reduction of a small tensor over the ranks that share one batch: reduce(tensor, "sum" | "max" | "min").
+# In-place reduction of a small tensor over the ranks that share one batch: reduce(tensor, "sum" | "max" | "min"). One
+# that has `rank` and `num_ranks` lets a caller put what each rank has side by side in one reduction.
 Reduce = Callable[[Tensor, str], Tensor]
 
 

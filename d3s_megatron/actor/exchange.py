@@ -35,8 +35,8 @@ def share_out(
         share_prompts: keep rollouts of a prompt together, as far as shares stay even.
     """
     rows = [number for r in local for number in (r.request.uid, len(r.request.prompt.token_ids))]
-    tables = [table.view(-1, 2) for table in gather_rows(torch.tensor(rows, dtype=torch.int64), layout)]
-    replica_of_rank = [int(one) for one in gather_rows(torch.tensor([layout.dp_rank]), layout)]
+    room = 2 * -(-len(experience.uids) // layout.world_size)
+    tables = [table.view(-1, 2) for table in gather_rows(torch.tensor(rows, dtype=torch.int64), layout, room)]
     uids, prompts = torch.cat(tables).unbind(1)  # [K] each
     whole = prompts + experience.lengths[uids]
     minibatch, replica = plan_shares(
@@ -54,7 +54,6 @@ def share_out(
     source = torch.arange(len(tables)).repeat_interleave(counts)[incoming]
     ids, log_probs = _exchange(
         [[r for r in local if target[r.request.uid] == one] for one in range(layout.dp_size)],
-        replica_of_rank,
         torch.bincount(source, whole[incoming].double(), len(tables)).long().tolist(),
         torch.bincount(source, experience.lengths[uids[incoming]].double(), len(tables)).long().tolist(),
         layout,
@@ -115,32 +114,26 @@ def plan_shares(
 
 
 def _exchange(
-    outgoing: Sequence[Sequence[Rollout]],
-    replica_of_rank: Sequence[int],
-    num_ids: Sequence[int],
-    num_log_probs: Sequence[int],
-    layout: Layout,
+    outgoing: Sequence[Sequence[Rollout]], num_ids: Sequence[int], num_log_probs: Sequence[int], layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Sends the rollouts of `outgoing[replica]` to every rank of it; token ids and log-probs that arrive, by source.
 
     Args:
         num_ids, num_log_probs: how many come from each rank.
     """
-    ids = [torch.tensor(_ids(rollouts), dtype=torch.int32) for rollouts in outgoing]
-    log_probs = [torch.tensor([p for r in rollouts for p in r.log_probs], dtype=torch.float32) for rollouts in outgoing]
-    return (
-        _all_to_all([ids[replica] for replica in replica_of_rank], num_ids, layout),
-        _all_to_all([log_probs[replica] for replica in replica_of_rank], num_log_probs, layout),
-    )
+    pieces = [torch.cat([_ids(rollouts), _log_probs(rollouts).view(torch.int32)]) for rollouts in outgoing]
+    sent = [pieces[layout.replica_of(rank)] for rank in range(layout.world_size)]
+    sizes = [ids + log_probs for ids, log_probs in zip(num_ids, num_log_probs, strict=True)]
+    received = torch.empty(sum(sizes), dtype=torch.int32, device=layout.device)
+    dist.all_to_all_single(received, torch.cat(sent).to(layout.device), sizes, [len(piece) for piece in sent])
+    both = received.cpu().split([num for pair in zip(num_ids, num_log_probs, strict=True) for num in pair])
+    return torch.cat(both[0::2]), torch.cat(both[1::2]).view(torch.float32)
 
 
-def _ids(rollouts: Sequence[Rollout]) -> list[int]:
-    return [token for r in rollouts for part in (r.request.prompt.token_ids, r.token_ids) for token in part]
+def _ids(rollouts: Sequence[Rollout]) -> Tensor:
+    ids = [token for r in rollouts for part in (r.request.prompt.token_ids, r.token_ids) for token in part]
+    return torch.tensor(ids, dtype=torch.int32)
 
 
-def _all_to_all(pieces: Sequence[Tensor], sizes: Sequence[int], layout: Layout) -> Tensor:
-    """Sends `pieces[rank]` to each rank; what arrives, `sizes[rank]` elements from each, as one CPU tensor."""
-    sent = torch.cat(list(pieces)).to(layout.device)
-    received = torch.empty(sum(sizes), dtype=sent.dtype, device=layout.device)
-    dist.all_to_all_single(received, sent, list(sizes), [len(piece) for piece in pieces])
-    return received.cpu()
+def _log_probs(rollouts: Sequence[Rollout]) -> Tensor:
+    return torch.tensor([p for r in rollouts for p in r.log_probs], dtype=torch.float32)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -138,9 +139,9 @@ class MegatronActor:
             lr = self.lr
             if not math.isfinite(grad_norm):  # a step would write it into every weight
                 return UpdateResult(totals, grad_norm, lr, stepped=False, scores=scores)
-            stepped, _, _ = self.optimizer.step()
+            stepped = _step(self.optimizer, grad_norm)
             self.scheduler.step(increment=1)
-        return UpdateResult(totals, grad_norm, lr, stepped=bool(stepped), scores=scores)
+        return UpdateResult(totals, grad_norm, lr, stepped=stepped, scores=scores)
 
     def gradient_norm(
         self, samples: Sequence[Sample], scored: Sequence[Tensor], loss_batches, loss_fn: LossFn, num_metrics: int
@@ -270,6 +271,14 @@ def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, opt
         if "fused" in group:
             group["fused"] = True
     return megatron_optimizer
+
+
+def _step(optimizer: Any, grad_norm: float) -> bool:
+    """Clips by the norm that is known already, where megatron-core's own step would prepare and measure all again."""
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    return bool(optimizer.step_with_ready_grads())
 
 
 def _make_scheduler(megatron_optimizer, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

@@ -33,6 +33,10 @@ class Layout:
     cp_rank: int = 0
     cp_size: int = 1
 
+    def replica_of(self, rank: int) -> int:
+        """The `dp_rank` of any rank: stages are outermost, then replicas, then context- and tensor-parallel ranks."""
+        return rank // (self.tp_size * self.cp_size) % self.dp_size
+
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
@@ -99,7 +103,7 @@ def init_parallel(config: ActorConfig) -> Layout:
             # Its fork() does nothing, so attention asks for no CUDA generator.
             tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-    return Layout(
+    layout = Layout(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -112,6 +116,8 @@ def init_parallel(config: ActorConfig) -> Layout:
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
     )
+    assert layout.replica_of(layout.rank) == layout.dp_rank
+    return layout
 
 
 _num_joins = 0
@@ -141,23 +147,33 @@ def _agent_store(timeout: datetime.timedelta) -> dict[str, Any]:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def _reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
-    on_device = tensor.to(device)
-    dist.all_reduce(on_device, op=_OPS[op], group=group)
-    if on_device is not tensor:
-        tensor.copy_(on_device)
-    return tensor
+@dataclass(frozen=True)
+class RankReduce:
+    """A `Reduce` (types.py) that knows how many ranks take part, and which of them this one is."""
+
+    group: dist.ProcessGroup | None  # None: all ranks
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def __call__(self, tensor: Tensor, op: str) -> Tensor:
+        if self.num_ranks == 1:
+            return tensor
+        on_device = tensor.to(self.device)
+        dist.all_reduce(on_device, op=_OPS[op], group=self.group)
+        if on_device is not tensor:
+            tensor.copy_(on_device)
+        return tensor
 
 
-def data_parallel_reduce(layout: Layout):
-    """The `Reduce` (types.py) over the ranks that hold different samples; context-parallel ranks hold the same."""
-    group = parallel_state.get_data_parallel_group()
-    return lambda tensor, op: _reduce(tensor, op, group, layout.device)
+def data_parallel_reduce(layout: Layout) -> RankReduce:
+    """Over the ranks that hold different samples; context-parallel ranks hold the same."""
+    return RankReduce(parallel_state.get_data_parallel_group(), layout.dp_rank, layout.dp_size, layout.device)
 
 
-def world_reduce(layout: Layout):
-    """The `Reduce` (types.py) over all ranks."""
-    return lambda tensor, op: _reduce(tensor, op, None, layout.device)
+def world_reduce(layout: Layout) -> RankReduce:
+    """Over all ranks."""
+    return RankReduce(None, layout.rank, layout.world_size, layout.device)
 
 
 def over_all_ranks(numbers: list[float], layout: Layout) -> list[float]:
@@ -165,17 +181,31 @@ def over_all_ranks(numbers: list[float], layout: Layout) -> list[float]:
     return world_reduce(layout)(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
 
 
-def gather_rows(local: Tensor, layout: Layout) -> list[Tensor]:
-    """1-D CPU tensors of unequal length, one a rank, to the list of all of them on every rank."""
-    sizes = torch.zeros(layout.world_size, dtype=torch.int64)
-    sizes[layout.rank] = len(local)
-    world_reduce(layout)(sizes, "sum")
+def gather_rows(local: Tensor, layout: Layout, room: int = 0) -> list[Tensor]:
+    """1-D CPU tensors of unequal length, one a rank, to the list of all of them on every rank.
+
+    `room`, the same on every rank, is how many elements a rank is thought to have at most: one collective where that
+    is so, two where it is not.
+    """
+    if layout.world_size == 1:
+        return [local]
+    sizes, rows = _gather_first(local, room, layout)
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=local.dtype, device=layout.device)
-    padded[: len(local)] = local.to(layout.device)
-    out = [torch.empty_like(padded) for _ in range(layout.world_size)]
-    dist.all_gather(out, padded)
-    return [rows[:size].cpu() for rows, size in zip(out, sizes.tolist(), strict=True)]
+    if longest > room:
+        _, rows = _gather_first(local, longest, layout)
+    return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def _gather_first(local: Tensor, num: int, layout: Layout) -> tuple[Tensor, Tensor]:
+    """How many elements each rank has, [ranks] int64, and the first `num` of each, [ranks, num]."""
+    header, width = 8, local.itemsize
+    sent = torch.zeros(header + num * width, dtype=torch.uint8)
+    sent[:header] = torch.tensor([len(local)]).view(torch.uint8)
+    sent[header : header + len(local) * width] = local[:num].contiguous().view(torch.uint8)
+    received = torch.empty(layout.world_size, len(sent), dtype=torch.uint8, device=layout.device)
+    dist.all_gather(list(received), sent.to(layout.device))
+    sizes, values = received.cpu().split([header, num * width], dim=1)
+    return sizes.contiguous().view(torch.int64).flatten(), values.contiguous().view(local.dtype)
 
 
 def leave_layout() -> None:

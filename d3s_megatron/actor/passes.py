@@ -22,7 +22,7 @@ from d3s_megatron.actor.attention import PackedRow, pack_row
 from d3s_megatron.actor.context import gather_scored, multiples, share_of
 from d3s_megatron.actor.model import ActorModel, head_rows
 from d3s_megatron.actor.packing import same_length
-from d3s_megatron.actor.parallel import Layout
+from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
 from d3s_megatron.types import LossBatch, TokenBatch
 
 # What the actor is given as its loss: (log-probs [S], LossBatch) -> (summed loss, summed metrics [M]).
@@ -155,6 +155,8 @@ def _run(chunks, micros: list[_Micro], step, forward_only: bool) -> list:
 def _from_last_stage(tensor: Tensor) -> Tensor:
     """The same tensor on every rank of the model replica: that of the last stage's first TP rank."""
     group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return tensor
     ranks = dist.get_process_group_ranks(group)
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     # Ranks of a replica are ordered stage by stage, TP ranks innermost.
@@ -231,7 +233,7 @@ def update_pass(
     if layout.is_last_stage:
         total = torch.stack([report for report, _ in outputs]).sum(0)
     _from_last_stage(total)
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    data_parallel_reduce(layout)(total, "sum")
     if not scores_too:
         return total.cpu(), None
     return total.cpu(), _scores_of_all([scores for _, scores in outputs], rows, layout)

@@ -70,12 +70,10 @@ def weight_stream(
         for name, parameter in named_parameters(chunks)
         if not (name == OUTPUT and shape.tied)  # the last stage's copy of a tied embedding
     ]
-    headers: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(layout.pp_size)]
-    dist.all_gather_object(
-        headers,
-        [(name, tuple(tensor.shape)) for name, tensor in own],
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
+    headers = [[(name, tuple(tensor.shape)) for name, tensor in own]]
+    if layout.pp_size > 1:
+        headers *= layout.pp_size
+        dist.all_gather_object(headers, headers[0], group=parallel_state.get_pipeline_model_parallel_group())
     dtype = own[0][1].dtype
     for stage, header in enumerate(headers):
         for bucket in _buckets(header, bucket_bytes, dtype.itemsize * layout.tp_size):
@@ -120,8 +118,10 @@ def _gather_bucket(header, mine, stage, dtype, shape, layout) -> Iterator[tuple[
     sizes = [torch.Size(dims).numel() for _, dims in header]
     flat = torch.empty(layout.tp_size, sum(sizes), dtype=dtype, device=layout.device)
     if mine is not None:
-        shard = torch.cat([tensor.reshape(-1) for tensor in mine])
-        dist.all_gather(list(flat.unbind(0)), shard, group=parallel_state.get_tensor_model_parallel_group())
+        torch.cat([tensor.reshape(-1) for tensor in mine], out=flat[layout.tp_rank])
+        if layout.tp_size > 1:
+            group, shard = parallel_state.get_tensor_model_parallel_group(), flat[layout.tp_rank].clone()
+            dist.all_gather(list(flat.unbind(0)), shard, group=group)
     if layout.pp_size > 1:
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, src=dist.get_process_group_ranks(group)[stage], group=group)

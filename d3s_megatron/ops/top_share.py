@@ -22,6 +22,7 @@ SIGMAS = 4.5  # half a bracket: one search in 100,000 misses it and reads the sc
 BRACKET_ABOVE = 1 << 18  # up to here a list of all scores is as cheap as a sample
 LARGE_PAGE = 1 << 21
 LARGE_MASK = 1 << 23  # from here on two more large pages are a small part of it
+FEW_RANKS, FEW_SCORES = 64, 1 << 12  # what is cheaper to send (100 KB) than to search in a dozen rounds
 LEAST_KEY, LARGEST_KEY = 0x00800000, 0xFF7FFFFF  # keys of -FLT_MAX and FLT_MAX in csrc/include/d3s/top_share.hpp
 
 
@@ -78,7 +79,14 @@ def _select(
     require_vector("uid", uid, torch.int64, scores)
     require_vector("position", position, torch.int64, scores)
     require(is_real(rho) and 0.0 <= rho <= 1.0, f"rho={rho}; pass a share from 0 to 1")
+    num_ranks = getattr(reduce, "num_ranks", 1 if reduce is None else 0)
     reduce = reduce or _alone
+    if 1 < num_ranks <= FEW_RANKS and scores.device.type == "cpu":
+        sizes = torch.zeros(num_ranks, dtype=torch.int64)
+        sizes[reduce.rank] = len(scores)
+        if int(reduce(sizes, "sum").sum()) <= FEW_SCORES:
+            cut = gathered_cut(scores, rho, uid, position, reduce, sizes)
+            return cut, cut.mask(scores, uid, position) if want_mask else None
     ext = extension.module()
     if ext is not None and scores.device.type == "cpu":
         return fast_select(ext, scores.contiguous(), rho, uid.contiguous(), position.contiguous(), reduce, want_mask)
@@ -191,6 +199,28 @@ def reference_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, red
     tied &= uid == tie_uid
     tie_position, _, _ = nth_of_all(TensorValues(position[tied]), left, num_same, reduce)
     return ShareCut(threshold, tie_uid, tie_position, k, n)
+
+
+def gathered_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce, sizes: Tensor) -> ShareCut:
+    """The same of a batch so small that one reduction may hold it: every rank ranks all; sizes [ranks] int64."""
+    rows = torch.zeros(3, int(sizes.sum()), dtype=torch.int64)
+    start = int(sizes[: reduce.rank].sum())
+    mine = [(scores + 0.0).view(torch.int32).long(), uid, position]
+    rows[:, start : start + len(scores)] = torch.stack(mine)
+    bits, uids, positions = reduce(rows, "sum")
+    all_scores = bits.int().view(torch.float32)
+    refuse_not_finite(int(all_scores.isnan().sum()), int(all_scores.isinf().sum()), len(bits))
+    k = num_top(rho, len(bits))
+    if k == 0:
+        return ShareCut(math.inf, LAST, LAST, 0, 0)
+    order = positions.argsort(stable=True)
+    order = order[uids[order].argsort(stable=True)]
+    order = order[all_scores[order].argsort(stable=True, descending=True)]
+    at, after = order[k - 1], order[k : k + 1]  # the last that is kept, the first that is not
+    same_score = bool((all_scores[after] == all_scores[at]).any())
+    same_uid = same_score and bool((uids[after] == uids[at]).any())
+    tie_uid, tie_position = int(uids[at]) if same_score else LAST, int(positions[at]) if same_uid else LAST
+    return ShareCut(float(all_scores[at]), tie_uid, tie_position, k, len(bits))
 
 
 # ---- the compiled path ----

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from d3s_megatron.report.log_file import LOG_FILE, json_value
@@ -118,9 +119,12 @@ class RunLog:
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({k: json_value(v) for k, v in row.items()}) + "\n")
         self._file.flush()
-        for name, value in row.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._board.add_scalar(name, value, row["step"])
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if isinstance(value, (int, float)) and name != "step"
+        ]
+        self._board.file_writer.add_summary(Summary(value=values), row["step"])  # one event for all of a row
         if self._trackers:
             self._trackers.log(row, row["step"] + ("progress" in row))  # steps done, as an evaluation says it
 

@@ -210,8 +210,9 @@ class TopShare {
   // The mask: key above `key`, or equal and (uid, position) up to the tie's. Once: the bits are gone then.
   void write(int64_t key, int64_t tie_uid, int64_t tie_position) const {
     const float border = score_of(static_cast<uint32_t>(key));
+    const bool all_ties = tie_uid == INT64_MAX && tie_position == INT64_MAX;
     auto tie_kept = [&](int64_t i) {
-      return tie_uid == INT64_MAX || uid_[i] < tie_uid || (uid_[i] == tie_uid && position_[i] <= tie_position);
+      return all_ties || uid_[i] < tie_uid || (uid_[i] == tie_uid && position_[i] <= tie_position);
     };
     parallel_for(n_ < (1 << 18) ? 1 : threads_, static_cast<int64_t>(parts_.size()), [&](int64_t p) {
       const Part& part = parts_[p];
@@ -222,7 +223,7 @@ class TopShare {
       }
       std::vector<int64_t> tied;
       const float *first = part.values.get(), *end = first + part.counts.inside;
-      if (tie_uid != INT64_MAX && std::find(first, end, border) != end) {
+      if (!all_ties && std::find(first, end, border) != end) {
         each_inside(part, [&](int64_t i, float x) {
           if (x == border) tied.push_back(i);
         });

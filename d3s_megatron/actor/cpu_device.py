@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from d3s_megatron.ops import accumulate
 
 CPU = torch.device("cpu")
 _CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
@@ -41,6 +44,15 @@ class _Inert:
         return None
 
     wait_stream = wait_event = wait = record = record_event = synchronize = _nothing
+
+
+class _WeightGradients:
+    """Stands in for NVIDIA Apex's kernel: the product is added into the gradient buffer, with no copy in between."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+        """total [out, in] += grad [T, out].T @ inputs [T, in]."""
+        accumulate.add_product(total, grad.t(), inputs)
 
 
 def _is_cuda(value: Any) -> bool:
@@ -78,6 +90,8 @@ def install() -> None:
     cuda.current_stream = lambda *args, **kwargs: _Inert()  # 0.19 asks for streams; a CUDA build would raise
     cuda.default_stream = lambda *args, **kwargs: _Inert()
     cuda.Stream = cuda.stream = cuda.Event = _Inert
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
     # Activation recompute keeps the CUDA generator's state; with dropout 0 there is nothing to keep.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.zeros(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None

@@ -20,6 +20,7 @@ from torch import Tensor
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import PackedDotProductAttention, PackedRotaryEmbedding, PackedRow, ThdAttention
 from d3s_megatron.actor.config import ActorConfig
+from d3s_megatron.actor.main_grad import Embedding
 from d3s_megatron.actor.norm import RMSNorm
 from d3s_megatron.actor.parallel import Layout, virtual_chunks
 from d3s_megatron.actor.swiglu import SwiGlu
@@ -67,14 +68,15 @@ def check_attention(config: ActorConfig) -> None:
 
 
 def fuses_weight_gradients(config: ActorConfig) -> bool:
-    """Whether GEMMs add weight gradients into the buffer: wanted, and NVIDIA Apex's kernel is there (fault F02)."""
+    """Whether layers add weight gradients into the buffer: on a CPU always, else if wanted and possible (fault F02)."""
+    if cpu_device.needed():
+        return True  # by torch; see cpu_device.py
     if not config.gradient_accumulation_fusion:
         return False
-    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    if cpu_device.needed() or not found:
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         warnings.warn(
-            "actor.gradient_accumulation_fusion is off: it needs a GPU and NVIDIA Apex's "
-            "fused_weight_gradient_mlp_cuda (built from source; the apex on PyPI is another project)",
+            "actor.gradient_accumulation_fusion is off: it needs NVIDIA Apex's fused_weight_gradient_mlp_cuda "
+            "(built from source; the apex on PyPI is another project)",
             stacklevel=2,
         )
         return False
@@ -201,6 +203,8 @@ def _build_chunk(shape, config: ActorConfig, core_config, layout: Layout, chunk:
         vp_stage=vp_stage,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(rope_inv_freq(shape))
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding  # a layer spec has no place for it
     _mark_shards(model)
     return model.to(device=layout.device, dtype=DTYPES[config.dtype])
 

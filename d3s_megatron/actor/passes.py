@@ -20,9 +20,11 @@ from d3s_megatron import ops
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.attention import PackedRow, pack_row
 from d3s_megatron.actor.context import gather_scored, multiples, share_of
+from d3s_megatron.actor.main_grad import weight_and_buffer
 from d3s_megatron.actor.model import ActorModel, head_rows
 from d3s_megatron.actor.packing import same_length
 from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
+from d3s_megatron.ops import accumulate
 from d3s_megatron.types import LossBatch, TokenBatch
 
 # What the actor is given as its loss: (log-probs [S], LossBatch) -> (summed loss, summed metrics [M]).
@@ -104,20 +106,25 @@ def _log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> 
 
 def _own_log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head) -> tuple[Tensor, Tensor]:
     """(log-probs [S_own], entropy [S_own]); see `output_log_probs` for the memory they take."""
+    weight, weight_grad = weight_and_buffer(model.output_weight())
     if head.gather_rows:
-        return output_log_probs(head_rows(model, hidden, micro.rows), model.output_weight(), micro.targets, head)
+        return output_log_probs(head_rows(model, hidden, micro.rows), weight, micro.targets, head, weight_grad)
     targets = torch.zeros_like(micro.token_ids[0])
     targets[micro.rows] = micro.targets
     every_row = torch.arange(len(targets), device=targets.device)
-    log_probs, entropy = output_log_probs(head_rows(model, hidden, every_row), model.output_weight(), targets, head)
+    states = head_rows(model, hidden, every_row)
+    log_probs, entropy = output_log_probs(states, weight, targets, head, weight_grad)
     return log_probs[micro.rows], entropy[micro.rows]
 
 
-def output_log_probs(states: Tensor, weight: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+def output_log_probs(
+    states: Tensor, weight: Tensor, targets: Tensor, head: Head, weight_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(log-probs [S], entropy [S]) of hidden states [S, H]; logits take at most `max_logits_bytes` at any time.
 
     Without a gradient they are made in row chunks. With one they are kept for the backward pass, which puts their
-    gradient in their place (fault C13); where they would not fit, tiles of them are made twice instead.
+    gradient in their place (fault C13); where they would not fit, tiles of them are made twice instead. The weight's
+    gradient is added to `weight_grad` float32, where there is one.
     """
     settings = dict(
         temperature=head.temperature,
@@ -125,9 +132,12 @@ def output_log_probs(states: Tensor, weight: Tensor, targets: Tensor, head: Head
         tp_group=parallel_state.get_tensor_model_parallel_group(),
     )
     num_fitting = max(1, head.max_logits_bytes // (states.element_size() * weight.shape[0]))
+    if torch.is_grad_enabled() and len(states) > num_fitting:
+        return ops.linear_logprob(states, weight, targets, weight_grad=weight_grad, **settings)
+    if weight_grad is not None:
+        logits = accumulate.linear(states, weight, weight_grad)
+        return ops.logprob_entropy(logits, targets, overwrite_logits=True, **settings)
     if torch.is_grad_enabled():
-        if len(states) > num_fitting:
-            return ops.linear_logprob(states, weight, targets, **settings)
         num_fitting = max(1, len(states))
     parts = [
         ops.logprob_entropy(

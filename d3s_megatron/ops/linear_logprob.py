@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from d3s_megatron.ops import row_stats
+from d3s_megatron.ops.accumulate import add_product
 from d3s_megatron.ops.checks import is_whole, require, require_tensor
 from d3s_megatron.ops.logprob_entropy import LOGIT_DTYPES, locate
 
@@ -123,19 +124,9 @@ class _LinearLogprob(torch.autograd.Function):
             on_tile = _on_tile(local, first, last)
             row_stats.backward(logits, logits, on_tile, last - first, c, saved, grad_log_prob, grad_entropy)
             if d_hidden is not None:
-                _add_product(d_hidden, logits, part)
+                add_product(d_hidden, logits, part)
             if d_weight is not None:
                 torch.mm(logits.t(), hidden, out=d_weight[first:last])
             elif want_weight:
-                _add_product(ctx.weight_grad[first:last], logits.t(), hidden)
+                add_product(ctx.weight_grad[first:last], logits.t(), hidden)
         return (None if d_hidden is None else d_hidden.to(hidden.dtype)), d_weight, None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b with a wide total: the product is not rounded to the dtype of its factors."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, out=total)
-    elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)

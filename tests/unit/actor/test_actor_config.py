@@ -2,6 +2,7 @@
 
 import pytest
 
+from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.model import check_shape, fuses_weight_gradients
 from d3s_megatron.actor.parallel import check_layout
@@ -67,8 +68,10 @@ def test_a_model_of_seven_layers_fits_stages_that_add_up(settings):
     check_shape(seven_layers(), ActorConfig(**settings))
 
 
-def test_gradient_accumulation_fusion_is_off_by_itself_without_the_kernel():
+def test_gradient_accumulation_fusion_on_a_gpu_is_off_by_itself_without_the_kernel(monkeypatch):
     """Fault F02."""
+    assert fuses_weight_gradients(ActorConfig())  # on a CPU by torch
+    monkeypatch.setattr(cpu_device, "needed", lambda: False)
     with pytest.warns(UserWarning, match="gradient_accumulation_fusion is off"):
         assert not fuses_weight_gradients(ActorConfig(gradient_accumulation_fusion=True))
     assert not fuses_weight_gradients(ActorConfig())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from d3s_megatron.actor.checkpoint import load as load_checkpoint
 from d3s_megatron.actor.megatron_actor import MegatronActor
-from d3s_megatron.actor.model import check_attention, check_shape
+from d3s_megatron.actor.model import check_shape, check_transformer_engine
 from d3s_megatron.actor.parallel import Layout, check_layout, init_parallel, world_reduce, world_size_from_env
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe, make_loss, make_recipe
@@ -85,7 +85,7 @@ def preflight(config: RunConfig) -> Questions:
     check_layout(config.actor, world_size_from_env())
     shape = read_shape(config.model.path)
     check_shape(shape, config.actor)
-    check_attention(config.actor)
+    check_transformer_engine(config.actor)
     HFFolder(config.model.path).check(shape)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > shape.max_positions:

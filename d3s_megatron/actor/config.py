@@ -24,6 +24,8 @@ class ActorConfig:
     """Ranks that share every sequence (CP), each with 1/CP of its tokens; for long answers."""
     attention: Literal["torch", "transformer_engine"] = "torch"
     """torch runs anywhere; transformer_engine is its fused THD kernel and needs a GPU and bfloat16."""
+    layers: Literal["torch", "transformer_engine"] = "torch"
+    """Matrices and norms of the layers: torch's, or Transformer Engine's, which need a GPU."""
     sequence_parallel: bool = False
     """Split activations between the matrices over the TP ranks too; needs TP of at least 2."""
     dtype: Literal["float32", "bfloat16"] = "float32"

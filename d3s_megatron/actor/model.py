@@ -54,17 +54,16 @@ def check_shape(shape: ModelShape, config: ActorConfig) -> None:
             )
 
 
-def check_attention(config: ActorConfig) -> None:
-    """ValueError where the attention asked for cannot run here."""
-    if config.attention != "transformer_engine":
-        return
+def check_transformer_engine(config: ActorConfig) -> None:
+    """ValueError where Transformer Engine is asked for and cannot run here."""
+    wanted = [name for name in ("attention", "layers") if getattr(config, name) == "transformer_engine"]
     missing = []
     if importlib.util.find_spec("transformer_engine") is None:
         missing.append("Transformer Engine is not installed (pip install 'd3s_megatron[te]')")
     if cpu_device.needed():
         missing.append("there is no GPU")
-    if missing:
-        raise ValueError(f"actor.attention is transformer_engine, but {' and '.join(missing)}: give torch")
+    if wanted and missing:
+        raise ValueError(f"actor.{wanted[0]} is transformer_engine, but {' and '.join(missing)}: give torch")
 
 
 def fuses_weight_gradients(config: ActorConfig) -> bool:
@@ -139,19 +138,30 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
 
 
 def block_spec(
-    shape: ModelShape, config: TransformerConfig, chunk: int | None, attention: type
+    shape: ModelShape, config: TransformerConfig, chunk: int | None, attention: type, layers: str
 ) -> TransformerBlockSubmodules:
-    """megatron-core's local layers of one chunk, with attention over packed rows and our RMSNorm in them."""
+    """megatron-core's local layers of one chunk, with attention over packed rows, norms and matrices of `layers`.
+
+    Transformer Engine's norms stay apart from its matrices, so that parameters have the same names either way.
+    """
+    norm: type = RMSNorm
     layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     mlp = layer.submodules.mlp  # from 0.19 on a functools.partial
-    (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).activation_func = SwiGlu
+    mlp_parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    mlp_parts.activation_func = SwiGlu
     parts = layer.submodules.self_attention.submodules
     parts.core_attention = attention
+    if layers == "transformer_engine":
+        from megatron.core.extensions import transformer_engine
+
+        norm = transformer_engine.TENorm
+        parts.linear_qkv = mlp_parts.linear_fc1 = transformer_engine.TEColumnParallelLinear
+        parts.linear_proj = mlp_parts.linear_fc2 = transformer_engine.TERowParallelLinear
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if shape.qk_norm:
-        parts.q_layernorm = parts.k_layernorm = RMSNorm
+        parts.q_layernorm = parts.k_layernorm = norm
     num_layers = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 class ActorModel(GPTModel):
@@ -181,7 +191,7 @@ class ActorModel(GPTModel):
 def build_model(shape: ModelShape, config: ActorConfig, layout: Layout) -> list[ActorModel]:
     """This rank's chunks of layers (one without interleaving), weights not yet set; call it inside `as_cpu`."""
     check_shape(shape, config)
-    check_attention(config)
+    check_transformer_engine(config)
     core_config = transformer_config(shape, config)
     num_chunks = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(shape, config, core_config, layout, i, num_chunks) for i in range(num_chunks)]
@@ -191,7 +201,7 @@ def _build_chunk(shape, config: ActorConfig, core_config, layout: Layout, chunk:
     vp_stage = chunk if num_chunks > 1 else None
     model = ActorModel(
         config=core_config,
-        transformer_layer_spec=block_spec(shape, core_config, vp_stage, ATTENTION[config.attention]),
+        transformer_layer_spec=block_spec(shape, core_config, vp_stage, ATTENTION[config.attention], config.layers),
         vocab_size=padded_vocab_size(shape.vocab_size, config.vocab_padding_multiple, layout.tp_size),
         max_sequence_length=shape.max_positions,
         pre_process=layout.pp_rank == 0 and chunk == 0,

@@ -16,7 +16,7 @@ from d3s_megatron.ops import extension
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "math-verify")
 OPTIONAL = {  # package -> what it is for; found by module where the package's name says nothing
-    "transformer_engine": "not used by this build",
+    "transformer_engine": "actor.attention, actor.layers, fused Adam",
     "amp_C": "NVIDIA Apex: fused Adam and norms",
     "fused_weight_gradient_mlp_cuda": "NVIDIA Apex: gradient accumulation fusion",
 }

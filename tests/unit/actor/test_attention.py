@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from d3s_megatron.actor import attention
 from d3s_megatron.actor.attention import PackedDotProductAttention, ThdAttention, attend, pack_row
 from d3s_megatron.actor.config import ActorConfig
-from d3s_megatron.actor.model import check_attention
+from d3s_megatron.actor.model import check_transformer_engine
 from d3s_megatron.actor.packing import pack
 
 
@@ -82,12 +82,14 @@ def test_transformer_engine_is_handed_a_share_with_the_borders_of_whole_samples(
 
 
 def test_transformer_engine_is_refused_where_it_cannot_run():
-    check_attention(ActorConfig())
+    check_transformer_engine(ActorConfig())
     with pytest.raises(ValueError, match="actor.dtype float32: its fused kernels take bfloat16 only"):
         ActorConfig(attention="transformer_engine")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is no GPU: give torch"):
-            check_attention(ActorConfig(attention="transformer_engine", dtype="bfloat16"))
+            check_transformer_engine(ActorConfig(attention="transformer_engine", dtype="bfloat16"))
+        with pytest.raises(ValueError, match="actor.layers is transformer_engine, but .*there is no GPU"):
+            check_transformer_engine(ActorConfig(layers="transformer_engine"))
 
 
 @pytest.mark.parametrize("family", [0, 12, 128])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -57,9 +59,15 @@ class Group:
             if self.store.get(GO).decode() != YES:
                 raise RuntimeError("the sender called it off, as a member did not come")
         make = _nccl if place.backend == "nccl" else _gloo
-        self._group = make(dist.PrefixStore("mesh", self.store), place, own_address, timeout)
-        self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects only now
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else torch.device("cpu")
+        )
+
+        def connect() -> None:
+            self._group = make(dist.PrefixStore("mesh", self.store), place, own_address, timeout)
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects only now
+
+        _within(place.timeout, connect)
 
     def broadcast(self, flat: Tensor) -> None:
         """Sends the bytes [n] uint8 of the first member to all others, in place."""
@@ -67,7 +75,7 @@ class Group:
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([flat], options).wait()
         if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # received means received
+            torch.cuda.current_stream(flat.device).synchronize()  # received means received
 
     def say(self, what: str, answer: str) -> None:
         """Tells the sender what became of `what` at this member."""
@@ -77,6 +85,24 @@ class Group:
         """Ends the connections, so that members that still wait for this one fail at once."""
         self._group.abort()
         del self._group
+
+
+def _within(seconds: float, do: Callable[[], None]) -> None:
+    """Runs `do` in a thread, or gives it up with a RuntimeError: NCCL waits forever for a member that has died."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            do()
+            done.set_result(None)
+        except BaseException as failed:
+            done.set_exception(failed)
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    try:
+        done.result(timeout=seconds)
+    except TimeoutError:
+        raise RuntimeError(f"not every member was there after {seconds:g} s") from None
 
 
 def store_of(place: Place) -> dist.Store:

@@ -17,8 +17,8 @@ def make_requests(
 ) -> list[Request]:
     """`num_samples` requests for each prompt, prompt by prompt; uid is group_id * num_samples + sample.
 
-    A rank that holds a share of the batch passes the place of each of its prompts in the batch as `slots`, which are the
-    group ids; uids and seeds are then those that one rank alone would have given.
+    A rank that holds a share of the batch passes the place in the batch of each of its prompts as `slots`, which are
+    the group ids; uids and seeds are then those that one rank alone would have given.
     """
     groups = range(len(prompts)) if slots is None else slots
     uids = [group * num_samples + sample for group in groups for sample in range(num_samples)]

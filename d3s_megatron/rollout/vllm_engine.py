@@ -166,8 +166,9 @@ class VllmEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked()})
         if missing:
             raise ValueError(f"{len(missing)} weights did not come, among them {min(missing)!r}")
-        if CACHE not in self._asleep:
-            self._llm.reset_prefix_cache()  # its keys and values belong to the old weights; sleep has dropped them
+        # Its keys and values belong to the old weights; sleep has dropped them. vLLM refuses while requests hold some.
+        if CACHE not in self._asleep and not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not clear its prefix cache after new weights, as requests were still running")
         self._ready = True
 
     def rest(self) -> None:

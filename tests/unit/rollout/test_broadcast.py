@@ -4,13 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers import ROOT
 
 from d3s_megatron.convert import HFFolder, read_shape
 from d3s_megatron.rollout import RolloutConfig, Sampling, broadcast
+from d3s_megatron.rollout import group as groups
 from d3s_megatron.rollout.server_engine import ServerEngine
 from d3s_megatron.rollout.transformers_engine import TransformersEngine
 
@@ -75,6 +78,14 @@ def test_two_runs_that_share_a_server_take_turns(folder, serve, engine_of):
     for run in (*runs, *runs):
         run.load_weights(weights(folder()))
         assert server.worker.version == run._version
+
+
+def test_a_member_that_dies_before_it_connects_makes_nobody_wait_forever():
+    run = broadcast.Broadcast(0.5, torch.device("cpu"))
+    with pytest.raises(RuntimeError):
+        groups.Group(run.places(["127.0.0.1"], "gloo")[0], "127.0.0.1")
+    with pytest.raises(RuntimeError, match="not every member was there after 0.1 s"):
+        groups._within(0.1, threading.Event().wait)  # as NCCL, which has no time limit of its own there
 
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])

@@ -25,7 +25,7 @@ from d3s_megatron.actor.parallel import Layout, data_parallel_reduce
 from d3s_megatron.algorithms.advantages import GroupAdvantages
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss, kl_estimate
 from d3s_megatron.algorithms.sample_selection import tie_keys
 from d3s_megatron.types import Experience, Rollout
@@ -98,7 +98,8 @@ def _means(batch: stages.Batch, layout: Layout) -> dict[str, float]:
 def _norm(actor: MegatronActor, batch: stages.Batch, layout: Layout) -> float:
     """Norm of the policy gradient of plain GRPO (each response's mean over its tokens) on these samples."""
     everything = tuple(torch.ones(len(s.response_ids), dtype=torch.bool) for s in batch.samples)
-    weights = token_weights("seq_mean_full", everything, 1, data_parallel_reduce(layout))
+    counts = data_parallel_reduce(layout)(kept_counts(everything), "sum")
+    weights = token_weights("seq_mean_full", everything, 1, counts)
     tensors = StepTensors(batch.samples, batch.scores, everything, everything, weights, weights)
     return actor.gradient_norm(
         batch.samples, everything, lambda row: tensors.loss_batch(row, layout.device), LOSS, len(METRICS)

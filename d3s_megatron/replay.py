@@ -17,13 +17,11 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from d3s_megatron import stages
 from d3s_megatron.actor.checkpoint import load as load_checkpoint
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import Layout, init_parallel, shutdown
@@ -35,6 +33,7 @@ from d3s_megatron.audit.rollouts import load_rollouts
 from d3s_megatron.build import make_actor
 from d3s_megatron.checkpointing import newest_whole, steps_of
 from d3s_megatron.config import RunConfig, fail, parse_config
+from d3s_megatron.learner import Learner
 from d3s_megatron.report.log_file import LOG_FILE, json_value, read_log
 from d3s_megatron.train import quiet_libraries
 from d3s_megatron.types import Experience
@@ -97,20 +96,11 @@ class Replay:
         else:
             amounts = recipes.amounts(algorithm, step, settings.train.steps)
         rollouts, verdicts = load_rollouts(self.run, step, layout.rank, layout.world_size)
-        judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout)
-        selected = recipe.apply(judged, amounts.num_kept)
-        batch = stages.redistribute(rollouts, selected, algorithm, layout, share_prompts=settings.actor.shares_prompts)
-        late = stages.scores_in_update(algorithm, settings.actor, recipe, loss)
-        if not late:
-            batch = stages.score(batch, actor, with_reference=loss.kl_beta > 0)
-        select = partial(stages.select_tokens, recipe=recipe, amounts=amounts, experience=selected, layout=layout)
-        batch = select(batch)
-        reselect = stages.reselect_tokens(actor, select)
-        batch, updates = stages.update(batch, actor, loss, algorithm, settings.rollout.max_new_tokens, reselect)
-        batch = stages.check_mismatch(batch, 0.0, step, layout)
-        row = stages.step_metrics(amounts, judged, selected, batch, updates, recipe, loss, layout)
-        known = StepRecord((), rollouts, verdicts, judged, selected, batch)
-        return Replayed(row, selected, gather(known, actor, layout, [], updated=row["num_updates"] > 0))
+        learner = Learner(algorithm, recipe, loss, actor, settings.rollout.max_new_tokens)
+        learned = learner.step(seed, step, amounts, rollouts, verdicts)
+        known = StepRecord((), rollouts, verdicts, learned.judged, learned.selected, learned.batch)
+        gathered = gather(known, actor, layout, [], updated=learned.row["num_updates"] > 0)
+        return Replayed(learned.row, learned.selected, gathered)
 
 
 def differing(row: Mapping[str, Any], logged: Mapping[str, Any]) -> list[str]:

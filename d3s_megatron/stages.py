@@ -1,10 +1,10 @@
-"""The stages of one training step, each taking the record of the one before; train.py calls them in order."""
+"""The stages of one training step, each taking the record of the one before; learner.py calls them in order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +12,10 @@ from torch import Tensor
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.exchange import share_out
 from d3s_megatron.actor.megatron_actor import MegatronActor, UpdateResult
-from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows
+from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, gather_rows, world_reduce
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.metrics import selection_metrics
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.algorithms.recipes import Recipe
 from d3s_megatron.algorithms.rollout_correction import correction
@@ -62,19 +61,23 @@ def judge(
     `truncated` says what an answer cut at the length limit is worth (AlgorithmConfig.truncated; method 4, row 24);
     `most`, on every rank alike, how many rollouts a rank is thought to have made.
     """
+    columns = 7
     rows = torch.tensor(
         [
-            (r.request.uid, r.request.group_id, v.value, len(r.token_ids), r.finish_reason == "length")
+            (
+                *(r.request.uid, r.request.group_id, v.value, len(r.token_ids), r.finish_reason == "length"),
+                *(len(r.request.prompt.token_ids), layout.rank),
+            )
             for r, v in zip(rollouts, verdicts, strict=True)
         ],
         dtype=torch.float64,
     )
-    table = torch.cat(gather_rows(rows.flatten(), layout, 5 * most)).view(-1, 5)
+    table = torch.cat(gather_rows(rows.flatten(), layout, columns * most)).view(-1, columns)
     table = table[table[:, 0].argsort()]
-    _, groups, rewards, lengths, cut = table.unbind(1)
+    _, groups, rewards, lengths, cut, prompt_lengths, makers = table.unbind(1)
     if truncated != "judge":
         rewards = torch.where(cut.bool(), 0.0 if truncated == "wrong" else math.nan, rewards)
-    return Experience.new(seed, step, groups, rewards, lengths, cut)
+    return Experience.new(seed, step, groups, rewards, lengths, cut, prompt_lengths, makers)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,6 @@ class Batch:
     sizes: tuple[int, ...]  # samples of each mini-batch
     scores: tuple[Scores, ...] | None = None  # None: not scored yet
     keep: tuple[Tensor, ...] = ()  # [L] bool each
-    mismatch: dict[str, float] = field(default_factory=dict)  # between trainer and engine; empty before they are scored
     dropped: tuple[Sample, ...] = ()  # rollouts that were not kept and are scored all the same, for comparison
 
     def minibatches(self) -> list[slice]:
@@ -106,15 +108,9 @@ def redistribute(
 
     `share_prompts` says whether rollouts of a prompt that meet on a rank can share it there.
     """
-
-    kept = experience.kept.tolist()
-
-    def shares(wanted: bool, num_minibatches: int) -> list[list[Sample]]:
-        mine = [rollout for rollout in rollouts if kept[rollout.request.uid] == wanted]
-        return share_out(mine, experience, num_minibatches, layout, share_prompts)
-
-    parts = shares(True, config.num_minibatches)
-    dropped = tuple(shares(False, 1)[0]) if with_dropped else ()
+    kept = experience.kept
+    parts = share_out(rollouts, experience, kept, config.num_minibatches, layout, share_prompts)
+    dropped = tuple(share_out(rollouts, experience, ~kept, 1, layout, share_prompts)[0]) if with_dropped else ()
     return Batch(tuple(s for part in parts for s in part), tuple(len(part) for part in parts), dropped=dropped)
 
 
@@ -134,42 +130,6 @@ def scores_in_update(config: AlgorithmConfig, actor: ActorConfig, recipe: Recipe
         and config.num_epochs * config.num_minibatches == 1
         and (config.rollout_correction or "none") == "none"
     )
-
-
-def mismatch_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
-    """How far the trainer's log-probs are from the rollout engine's, over the scored tokens of all ranks; nats."""
-    reduce = data_parallel_reduce(layout)
-    zero = torch.zeros(0)
-    old = torch.cat([zero, *(s.old_log_probs for s in batch.scores)]).double()
-    rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
-    diff = old - rollout
-    k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)
-    table = torch.zeros(reduce.num_ranks, 4, dtype=torch.float64)  # a row a rank: its sums, and its worst
-    worst = diff.abs().max() if len(diff) else 0.0
-    table[reduce.rank] = torch.tensor([len(diff), diff.abs().sum(), k3.sum(), worst])
-    num, mismatch, mismatch_kl, _ = reduce(table, "sum").sum(0).tolist()
-    return {
-        "mismatch_mean": mismatch / max(1.0, num),
-        "mismatch_max": float(table[:, 3].max()),
-        "mismatch_kl": mismatch_kl / max(1.0, num),
-    }
-
-
-def check_mismatch(batch: Batch, limit: float, step: int, layout: Layout) -> Batch:
-    """With its mismatch; RuntimeError where it is above `limit` nats a token on average; 0 never looks.
-
-    Every rollout is a probe of the last weight sync: it is looked at before anything that it trained is kept (fault
-    G04).
-    """
-    metrics = mismatch_metrics(batch, layout)
-    mismatch = metrics["mismatch_mean"]
-    if limit and not mismatch <= limit:
-        raise RuntimeError(
-            f"step {step + 1}: log-probs of trainer and rollout engine differ by {mismatch:.3g} nats a token, above "
-            f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
-            "way (rollout.top_p, top_k, dtype), or is behind by too large a step (rollout.ahead, optimizer.lr)"
-        )
-    return replace(batch, mismatch=metrics)
 
 
 def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Experience, layout: Layout) -> Batch:
@@ -203,8 +163,8 @@ def update(
         for part in batch.minibatches():
             if config.token_entropy == "current" and results:
                 batch = reselect(batch)
-            tensors = _step_tensors(batch, part, loss, config, max_length, actor.layout)
-            if not _has_signal(tensors, loss, actor.layout):
+            tensors, has_signal = _step_tensors(batch, part, loss, config, max_length, actor.layout)
+            if not has_signal:
                 results.append(UpdateResult.skipped(actor.lr, len(METRICS)))
                 continue
             results.append(
@@ -225,35 +185,29 @@ def update(
     return batch, results
 
 
-def _has_signal(tensors: StepTensors, loss: PolicyLoss, layout: Layout) -> bool:
-    """Whether any rank has a kept token that the loss can learn from."""
-    heard = [mask for s, mask in zip(tensors.samples, tensors.keep, strict=True) if s.advantage != 0 or loss.kl_beta]
-    counts = torch.cat([torch.zeros(0, dtype=torch.bool), *heard]).sum()[None]
-    return bool(data_parallel_reduce(layout)(counts, "sum"))
-
-
 def _step_tensors(
     batch: Batch, part: slice, loss: PolicyLoss, config: AlgorithmConfig, max_length: int, layout: Layout
-) -> StepTensors:
-    keep, reduce = batch.keep[part], data_parallel_reduce(layout)
-    weights = token_weights(config.loss_normalization, keep, max_length, reduce)
-    kl_weights, scored = weights, list(keep)
-    level = config.rollout_correction or "none"
-    if level != "none":
-        weights = [
-            weight
-            * correction(
-                score.old_log_probs, torch.tensor(sample.rollout_log_probs), level, config.rollout_correction_cap
-            )
-            for weight, score, sample in zip(weights, batch.scores[part], batch.samples[part], strict=True)
-        ]
+) -> tuple[StepTensors, bool]:
+    """What the loss reads of a mini-batch; whether any rank has a kept token that the loss can learn from."""
+    samples, keep = batch.samples[part], batch.keep[part]
     kl_of_all = config.kl_tokens == "all" and bool(loss.kl_beta)
+    scored = keep
     if kl_of_all or loss.reads_all_tokens:
         scored = [torch.ones_like(mask) for mask in keep]
-    if kl_of_all:
-        kl_weights = token_weights(config.loss_normalization, scored, max_length, reduce)
+    heard = [mask for sample, mask in zip(samples, keep, strict=True) if sample.advantage != 0 or loss.kl_beta]
+    counts = torch.stack([kept_counts(keep), kept_counts(scored), kept_counts(heard)])
+    of_kept, of_scored, (num_heard, _, _) = data_parallel_reduce(layout)(counts, "sum")
+    weights = token_weights(config.loss_normalization, keep, max_length, of_kept)
+    kl_weights = token_weights(config.loss_normalization, scored, max_length, of_scored) if kl_of_all else weights
+    level = config.rollout_correction or "none"
+    if level != "none":
+        cap = config.rollout_correction_cap
+        weights = [
+            weight * correction(score.old_log_probs, torch.tensor(sample.rollout_log_probs), level, cap)
+            for weight, score, sample in zip(weights, batch.scores[part], samples, strict=True)
+        ]
     scores = None if batch.scores is None else batch.scores[part]
-    return StepTensors(batch.samples[part], scores, keep, scored, weights, kl_weights)
+    return StepTensors(samples, scores, keep, scored, weights, kl_weights), bool(num_heard)
 
 
 def reselect_tokens(actor: MegatronActor, select):
@@ -267,21 +221,55 @@ def reselect_tokens(actor: MegatronActor, select):
     return reselect
 
 
-def token_metrics(batch: Batch, layout: Layout) -> dict[str, float]:
-    """What scoring and token selection say of the batch, over all ranks."""
-    zero = torch.zeros(0)
-    entropy = torch.cat([zero, *(s.entropy for s in batch.scores)]).double()
-    keep = torch.cat([zero.bool(), *batch.keep])
-    num = torch.tensor(float(len(entropy)), dtype=torch.float64)
-    sums = torch.stack([num, keep.sum().double(), entropy.sum(), entropy[keep].sum()])
-    num, num_kept, all_entropy, kept_entropy = data_parallel_reduce(layout)(sums, "sum").tolist()
-    return {
+@dataclass(frozen=True)
+class Measured:
+    """What scoring and token selection say of a batch, over all ranks."""
+
+    metrics: dict[str, float]  # for the log; mismatch_*: of the trainer's log-probs from the engine's, in nats
+    also: list[float]  # the sums of what the ranks were given to add up beside
+
+
+def measure(batch: Batch, layout: Layout, also: Sequence[float] = ()) -> Measured:
+    """Numbers of a batch that is scored and selected from; one collective over all ranks."""
+    none = torch.zeros(0)
+    entropy = torch.cat([none, *(s.entropy for s in batch.scores)]).double()
+    keep = torch.cat([none.bool(), *batch.keep])
+    old = torch.cat([none, *(s.old_log_probs for s in batch.scores)]).double()
+    rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
+    diff = old - rollout
+    k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)
+    own = [len(entropy), keep.sum(), entropy.sum(), entropy[keep].sum(), diff.abs().sum(), k3.sum()]
+    worst = torch.zeros(layout.world_size)  # a place a rank, as sums are all that is asked for
+    worst[layout.rank] = diff.abs().max() if len(diff) else 0.0
+    # The ranks of a replica have the same samples: one of them speaks.
+    values = torch.tensor([*own, *worst] if layout.speaks else [0.0] * (len(own) + len(worst)), dtype=torch.float64)
+    sums = world_reduce(layout)(torch.cat([values, torch.tensor(list(also), dtype=torch.float64)]), "sum")
+    num, num_kept, all_entropy, kept_entropy, mismatch, mismatch_kl = sums[: len(own)].tolist()
+    metrics = {
         "num_scored_tokens": int(num),
         "num_kept_tokens": int(num_kept),
         "kept_token_share": num_kept / max(1.0, num),
         "entropy": all_entropy / max(1.0, num),
         "entropy_kept": kept_entropy / max(1.0, num_kept),
+        "mismatch_mean": mismatch / max(1.0, num),
+        "mismatch_max": float(sums[len(own) : len(values)].max()),
+        "mismatch_kl": mismatch_kl / max(1.0, num),
     }
+    return Measured(metrics, sums[len(values) :].tolist())
+
+
+def check_mismatch(mismatch: float, limit: float, step: int) -> None:
+    """RuntimeError where it is above `limit` nats a token on average; a limit of 0 never looks.
+
+    Every rollout is a probe of the last weight sync: it is looked at before anything that it trained is kept (fault
+    G04).
+    """
+    if limit and not mismatch <= limit:
+        raise RuntimeError(
+            f"step {step + 1}: log-probs of trainer and rollout engine differ by {mismatch:.3g} nats a token, above "
+            f"rollout.max_mismatch {limit:g}: the engine holds other weights than the trainer, or samples in another "
+            "way (rollout.top_p, top_k, dtype), or is behind by too large a step (rollout.ahead, optimizer.lr)"
+        )
 
 
 def update_metrics(results: Sequence[UpdateResult], has_reference: bool) -> dict[str, float]:
@@ -308,19 +296,3 @@ def update_metrics(results: Sequence[UpdateResult], has_reference: bool) -> dict
             "grad_norm": sum(norms) / len(norms) if norms else float("nan"),
         }
     )
-
-
-def step_metrics(
-    amounts: Amounts,
-    judged: Experience,
-    selected: Experience,
-    batch: Batch,
-    updates: Sequence[UpdateResult],
-    recipe: Recipe,
-    loss: PolicyLoss,
-    layout: Layout,
-) -> dict[str, float]:
-    """What the log says of a step, but for its times and verdict counts; a collective over all ranks."""
-    row = {"step": judged.step, "progress": amounts.progress, "N": amounts.num_kept, "rho": amounts.token_share}
-    row |= selection_metrics(judged, selected, recipe.advantages_of_all(judged))
-    return row | token_metrics(batch, layout) | batch.mismatch | update_metrics(updates, loss.kl_beta > 0)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.utils.logging import disable_progress_bar
 
 from d3s_megatron import stages
-from d3s_megatron.actor.parallel import gather_rows, over_all_ranks, shutdown
+from d3s_megatron.actor.parallel import gather_rows, shutdown
 from d3s_megatron.ahead import RolloutSource
 from d3s_megatron.algorithms import recipes
 from d3s_megatron.audit.gather import StepRecord
@@ -28,6 +28,7 @@ from d3s_megatron.checkpointing import Progress
 from d3s_megatron.config import RunConfig, fail, parse_config
 from d3s_megatron.convert import save_hf_folder
 from d3s_megatron.evaluate import Evaluation, evaluate_policy, rank_share
+from d3s_megatron.learner import Learner
 from d3s_megatron.probe import probe
 from d3s_megatron.report.log_file import LOG_FILE, SUMMARY_FILE, read_log
 from d3s_megatron.report.plot import plot_run
@@ -36,17 +37,18 @@ from d3s_megatron.resume import find_start, with_start
 from d3s_megatron.rewards import grade_rollouts
 from d3s_megatron.rollout.spread import PromptLengths, spread
 from d3s_megatron.sync_probe import check_sync
-from d3s_megatron.types import Rollout
+from d3s_megatron.types import Experience, Rollout
 
 
 def train(parts: Parts) -> Progress:
     """The training loop: one line a stage."""
-    config, layout, log = parts.config, parts.layout, parts.log
+    config, log = parts.config, parts.log
     algorithm, seed = config.algorithm, config.train.seed
     progress = parts.start
     totals, num_bad = Totals(**(progress.totals or {})), 0
     schedule = recipes.schedule_of(algorithm)
-    late = stages.scores_in_update(algorithm, config.actor, parts.recipe, parts.loss)
+    rollout, layout = config.rollout, parts.layout
+    learner = Learner(algorithm, parts.recipe, parts.loss, parts.actor, rollout.max_new_tokens, rollout.max_mismatch)
     lengths = PromptLengths(len(parts.questions.train), progress.lengths)
     source = RolloutSource(parts.engine, partial(generate, parts, lengths), config.train.steps, config.rollout.ahead)
     for step in range(progress.step, config.train.steps):
@@ -57,35 +59,13 @@ def train(parts: Parts) -> Progress:
             rollouts, staleness = source.take(step)
         with clock("reward"):
             verdicts = grade_rollouts(parts.reward, rollouts)
-            most = 2 * algorithm.samples_per_prompt * -(-len(prompts) // layout.world_size)
-            judged = stages.judge(rollouts, verdicts, algorithm.truncated, seed, step, layout, most)
-            lengths.add(parts.order.batch(step), judged.group_ids.tolist(), judged.lengths.tolist())
-        with clock("select"):
-            selected = parts.recipe.apply(judged, amounts.num_kept)
-            score_all, share_prompts = not config.actor.select_before_scoring, config.actor.shares_prompts
-            batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all, share_prompts)
-        with clock("score"):
-            if not late:
-                batch = stages.score(batch, parts.actor, with_reference=parts.loss.kl_beta > 0)
-                batch = stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
-        with clock("tokens"):
-            select = partial(
-                stages.select_tokens, recipe=parts.recipe, amounts=amounts, experience=selected, layout=layout
-            )
-            batch = select(batch)
-        probed = {}
-        if config.probe.is_due(step, config.train.steps):
-            with clock.apart("probe"):
-                probed = probe(
-                    parts.actor, rollouts, judged, selected, amounts.num_kept, config.probe.responses, layout
-                )
-        with clock("update"):
-            reselect = stages.reselect_tokens(parts.actor, select)
-            max_length = config.rollout.max_new_tokens
-            batch, updates = stages.update(batch, parts.actor, parts.loss, algorithm, max_length, reselect)
-            if late:
-                batch = stages.check_mismatch(batch, config.rollout.max_mismatch, step, layout)
-        stepped = any(result.stepped for result in updates)
+        probed: dict[str, float] = {}
+        look = partial(probe_step, parts, step, rollouts, amounts.num_kept, clock, probed)
+        most = 2 * algorithm.samples_per_prompt * -(-len(prompts) // layout.world_size)
+        also = parts.reward.numbers()
+        learned = learner.step(seed, step, amounts, rollouts, verdicts, clock, most, also, look)
+        lengths.add(parts.order.batch(step), learned.judged.group_ids.tolist(), learned.judged.lengths.tolist())
+        stepped = any(result.stepped for result in learned.updates)
         with clock("wait"):
             source.settle()
         with clock("sync"):
@@ -97,12 +77,11 @@ def train(parts: Parts) -> Progress:
                 after = f"after the weight sync of step {step + 1}"
                 synced = check_sync(parts.engine, parts.actor, parts.questions.train, config, layout, after)
 
-        row = stages.step_metrics(amounts, judged, selected, batch, updates, parts.recipe, parts.loss, layout)
-        row["staleness"] = staleness
+        row = learned.row | {"staleness": staleness}
         with clock("audit"):
-            record = StepRecord(prompts, rollouts, verdicts, judged, selected, batch)
+            record = StepRecord(prompts, rollouts, verdicts, learned.judged, learned.selected, learned.batch)
             parts.audit.step(record, row, parts.actor)
-        row |= parts.reward.report(partial(over_all_ranks, layout=layout)) | probed | synced | clock.as_row()
+        row |= parts.reward.report(learned.also) | probed | synced | clock.as_row()
         totals = totals.after(row)
         log.step(row | totals.as_row())
         if not stepped and not row["num_bad_updates"]:
@@ -140,6 +119,23 @@ def generate(parts: Parts, lengths: PromptLengths, step: int) -> list[Rollout]:
         share = spread(expected, parts.layout.world_size // ranks, ranks)[parts.layout.rank]
     prompts, num = parts.prompts_of(step), algorithm.samples_per_prompt
     return stages.generate(parts.engine, prompts, num, rollout.sampling(), train.seed, step, parts.layout, share)
+
+
+def probe_step(
+    parts: Parts,
+    step: int,
+    rollouts: Sequence[Rollout],
+    num_kept: int,
+    clock: StageClock,
+    found: dict[str, float],
+    judged: Experience,
+    selected: Experience,
+) -> None:
+    """Puts what a probe says into `found`, where one is due; its seconds are no part of the step's."""
+    config = parts.config
+    if config.probe.is_due(step, config.train.steps):
+        with clock.apart("probe"):
+            found |= probe(parts.actor, rollouts, judged, selected, num_kept, config.probe.responses, parts.layout)
 
 
 def check_bad_steps(config: RunConfig, step: int, num_bad: int, log: RunLog) -> None:

@@ -81,15 +81,25 @@ class Experience:
     rewards: Tensor  # [N] float64, not finite where there is no verdict
     lengths: Tensor  # [N] int64, response tokens
     truncated: Tensor  # [N] bool, cut at the length limit
+    prompt_lengths: Tensor  # [N] int64, tokens of its prompt
+    makers: Tensor  # [N] int64, the rank that made it and holds its tokens
     advantages: Tensor  # [N] float64; zeros until a group_advantages step has run
     kept: Tensor  # [N] bool; all True until a selection step has run
 
     @staticmethod
     def new(
-        seed: int, step: int, group_ids: Tensor, rewards: Tensor, lengths: Tensor, truncated: Tensor | None = None
+        seed: int,
+        step: int,
+        group_ids: Tensor,
+        rewards: Tensor,
+        lengths: Tensor,
+        truncated: Tensor | None = None,
+        prompt_lengths: Tensor | None = None,
+        makers: Tensor | None = None,
     ) -> Experience:
         """Rows in uid order; a reward that is not finite takes its rollout out of the batch at once (fault D05)."""
         num = len(rewards)
+        none = torch.zeros(num, dtype=torch.int64)
         rewards = rewards.to(torch.float64)
         return Experience(
             seed=seed,
@@ -98,7 +108,9 @@ class Experience:
             group_ids=group_ids.to(torch.int64),
             rewards=rewards,
             lengths=lengths.to(torch.int64),
-            truncated=torch.zeros(num, dtype=torch.bool) if truncated is None else truncated.to(torch.bool),
+            truncated=(none if truncated is None else truncated).to(torch.bool),
+            prompt_lengths=none if prompt_lengths is None else prompt_lengths.to(torch.int64),
+            makers=none if makers is None else makers.to(torch.int64),
             advantages=torch.zeros(num, dtype=torch.float64),
             kept=rewards.isfinite(),
         )

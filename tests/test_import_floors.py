@@ -26,6 +26,7 @@ FLOORS = {
             "config",
             "build",
             "stages",
+            "learner",
             "train",
             "evaluate",
             "report",

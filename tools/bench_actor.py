@@ -34,7 +34,7 @@ from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import data_parallel_reduce, init_parallel, leave_layout, shutdown
 from d3s_megatron.actor.passes import output_log_probs, update_pass
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.convert import ModelShape
 from d3s_megatron.doctor.layouts import parse_layout
@@ -100,7 +100,8 @@ def measure(actor: MegatronActor, samples: Sequence[Sample], keep: Sequence[Tens
     """One update on these samples; those without a kept token take part only where the actor masks."""
     old = [torch.full((len(mask),), -12.0) for mask in keep]
     scores = [Scores(values, values, None) for values in old]
-    weights = token_weights("token_mean", keep, 4096, data_parallel_reduce(actor.layout))
+    counts = data_parallel_reduce(actor.layout)(kept_counts(keep), "sum")
+    weights = token_weights("token_mean", keep, 4096, counts)
     tensors = StepTensors(samples, scores, keep, keep, weights, weights)
     device, spent = actor.layout.device, []
 
@@ -183,50 +184,72 @@ def make_actor(model: str, **config) -> MegatronActor:
     return MegatronActor(model, config, OptimizerConfig(lr=0.0), init_parallel(config), 1.0, 10)
 
 
-def selection(model: str, num_tokens: int, repeats: int, dtype: str) -> None:
-    """Prints the tables: updates and output layers, each beside masking in the same round."""
+def selection(model: str, num_tokens: int, repeats: int, dtype: str, time_only: bool = False) -> None:
+    """Prints the tables: updates and output layers beside masking, all measured in turn."""
     ours = make_actor(model, dtype=dtype)
     leave_layout()
     masking = make_actor(model, dtype=dtype, gather_rows=False, truncate_samples=False, share_prompts=False)
     head, layers = matrix_parameters(ours.shape)
     head_share = head / (head + layers)
     samples = make_samples(num_tokens, num_tokens // 4, ours.shape.vocab_size)
-    sizes = [len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples]
-    total = sum(sizes)
+    total = sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
     cells = {(f, rho): masks(samples, f, rho) for f in KEEP_RATIOS for rho in TOKEN_SHARES}
-
-    everything = cells[1.0, 1.0]
 
     def of_cell(cell: tuple[float, float]) -> Cost:
         picked = [i for i, mask in enumerate(cells[cell]) if mask.any()]
         return measure(ours, [samples[i] for i in picked], [cells[cell][i] for i in picked])
 
-    # Masking stands on both sides of every group, so that a machine that is slow for a while is slow for both.
-    ratios: dict = {cell: [] for cell in cells}
-    base = before = measure(masking, samples, everything).seconds
+    def of_masking() -> Cost:
+        return measure(masking, samples, cells[1.0, 1.0])
+
+    def of_one_token(actor: MegatronActor) -> float:
+        one = replace(samples[0], response_ids=samples[0].response_ids[:1], rollout_log_probs=(-1.0,))
+        return measure(actor, [one], [torch.ones(1, dtype=torch.bool)]).seconds
+
+    of_one_token(masking)  # the first update of each makes what later ones find
+    constant = statistics.median([of_one_token(ours) for _ in range(6)][1:])
+    # Everything in turn, so that a machine that is slow for a while is slow for all.
+    seconds: dict = {cell: [] for cell in cells}
+    of_masks = []
     for _ in range(repeats):
-        for f in KEEP_RATIOS:
-            seconds = {rho: of_cell((f, rho)).seconds for rho in TOKEN_SHARES}
-            after = measure(masking, samples, everything).seconds
-            for rho in TOKEN_SHARES:
-                ratios[f, rho].append(2 * seconds[rho] / (before + after))
-            base, before = min(base, after), after
-    return_freed_memory()
-    full_peak = measure(masking, samples, everything).peak
+        for cell in cells:
+            if cell[1] == TOKEN_SHARES[0]:
+                of_masks.append(of_masking().seconds)
+            seconds[cell].append(of_cell(cell).seconds)
+    of_masks.append(of_masking().seconds)
+    base = statistics.median(of_masks)
+    full_peak = 0
+    if not time_only:
+        return_freed_memory()
+        full_peak = of_masking().peak
     print(f"output layer {head_share:.1%} of {(head + layers) / 1e6:.1f}M matrix parameters; {total} tokens, {dtype}")
-    print(f"masking: {base:.2f} s at best, peak {full_peak / 2**20:.0f} MiB" + mfu(ours, base, total))
-    print("| samples kept | rho | time / masking | by FLOPs | off by | peak / masking | logits, MiB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        f"masking: {base:.2f} s ({min(of_masks):.2f} to {max(of_masks):.2f}), peak {full_peak / 2**20:.0f} MiB"
+        + mfu(ours, base, total)
+    )
+    print(
+        f"an update of one kept token: {constant:.2f} s, {constant / base:.1%} of masking, which the count leaves out"
+    )
+    print(
+        "| tokens in rows | rho | time / masking | from, to | by FLOPs | off by | and less one token's time |", end=""
+    )
+    print("" if time_only else " peak / masking | logits, MiB |")
+    print("|---|---|---|---|---|---|---|" + ("" if time_only else "---|---|"))
     for (f, rho), keep in cells.items():
         spans = [len(s.prompt_ids) + int(m.nonzero()[-1]) for s, m in zip(samples, keep, strict=True) if m.any()]
-        memory = of_cell((f, rho))
-        predicted = ((1 - head_share) * sum(spans) + head_share * memory.kept) / total
-        ratio = statistics.median(ratios[f, rho])
-        logits = memory.kept * ours.shape.vocab_size * (4 if dtype == "float32" else 2) / 2**20
+        kept = sum(int(mask.sum()) for mask in keep)
+        predicted = ((1 - head_share) * sum(spans) + head_share * kept) / total
+        spent = seconds[f, rho]
+        ratio, less = statistics.median(spent) / base, (statistics.median(spent) - constant) / (base - constant)
         print(
-            f"| {sum(spans) / total:.2f} | {rho} | {ratio:.3f} | {predicted:.3f} | {ratio / predicted - 1:+.1%} "
-            f"| {memory.peak / full_peak:.2f} | {logits:.0f} |" + mfu(ours, ratio * base, predicted * total)
+            f"| {sum(spans) / total:.2f} | {rho} | {ratio:.3f} | {min(spent) / base:.3f}, {max(spent) / base:.3f} "
+            f"| {predicted:.3f} | {ratio / predicted - 1:+.1%} | {less / predicted - 1:+.1%} |",
+            end="",
         )
+        if not time_only:
+            logits = kept * ours.shape.vocab_size * (4 if dtype == "float32" else 2) / 2**20
+            print(f" {of_cell((f, rho)).peak / full_peak:.2f} | {logits:.0f} |", end="")
+        print(mfu(ours, ratio * base, predicted * total))
     output_layer(ours, total, repeats)
 
 
@@ -242,15 +265,14 @@ def output_layer(actor: MegatronActor, num_rows: int, repeats: int) -> None:
     weight = actor.chunks[-1].output_weight().detach().requires_grad_()
     states = torch.randn(num_rows, actor.shape.hidden_size, dtype=weight.dtype, device=weight.device)
     targets = torch.randint(0, actor.shape.vocab_size, (num_rows,), device=weight.device)
+    buffer = torch.zeros(weight.shape, device=weight.device)
 
     def once(share: float) -> float:
         num = round(share * num_rows)
         rows = states[:num].clone().requires_grad_()
         start = clock()
-        output_log_probs(rows, weight, targets[:num], actor.head)[0].sum().backward()
-        spent = clock() - start
-        weight.grad = None
-        return spent
+        output_log_probs(rows, weight, targets[:num], actor.head, buffer)[0].sum().backward()
+        return clock() - start
 
     rounds = [{share: once(share) for share in TOKEN_SHARES} for _ in range(repeats + 1)][1:]
     best = {share: min(round_[share] for round_ in rounds) for share in TOKEN_SHARES}
@@ -324,6 +346,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--time-only", action="store_true", help="selection: no second round for peak memory")
     parser.add_argument("--layouts", default="tp1,tp2,pp2,dp2,tp2sp")
     args = parser.parse_args(argv)
     if args.what != "layouts":
@@ -335,8 +358,11 @@ def main(argv: Sequence[str]) -> None:
             layouts(args, model)
         elif args.what == "layout":
             layout(*common, args.layouts)
+        elif args.what == "packing":
+            packing(*common)
+            shutdown()
         else:
-            {"selection": selection, "packing": packing}[args.what](*common)
+            selection(*common, args.time_only)
             shutdown()
 
 

@@ -244,9 +244,12 @@ def seconds_per_token(longest: int, max_tokens: int) -> tuple[float, float]:
     rollouts = [
         Rollout(Request(i, i, prompts[i], 0), (2,) * n, (-1.0,) * n, "stop", "") for i, n in enumerate(lengths.tolist())
     ]
-    everything = Experience.new(0, 0, torch.arange(len(rollouts)), torch.zeros(len(rollouts)), lengths)
+    everything = Experience.new(
+        *(0, 0, torch.arange(len(rollouts)), torch.zeros(len(rollouts)), lengths),
+        prompt_lengths=torch.full_like(lengths, PROMPT_TOKENS),
+    )
     alone = init_parallel(ActorConfig())
-    (samples,), move_seconds = timed(lambda: share_out(rollouts, everything, 1, alone))
+    (samples,), move_seconds = timed(lambda: share_out(rollouts, everything, everything.kept, 1, alone))
     shutdown()
     _, pack_seconds = timed(lambda: pack(samples, max_tokens))
     total = int(lengths.sum()) + PROMPT_TOKENS * len(rollouts)

@@ -1,10 +1,10 @@
 """Moves the kept rollouts' token ids between ranks, once a step, to where they are trained.
 
 Rollouts are made wherever there is a rank; a kept one is trained by one data-parallel replica, of which every rank
-needs its tokens, and no other. Steps: 1. every rank learns who holds which rollout and how long it is, from 16 bytes
-a rollout. 2. `plan_shares` draws the mini-batches and balances each over the replicas; every rank computes the same.
-3. Each rank sends each of its rollouts to the ranks of one replica. So what a rank receives, and the memory and time
-it takes, is its own share of the batch, however many ranks there are.
+needs its tokens, and no other. Steps: 1. the batch's Experience says who holds which rollout and how long it is.
+2. `plan_shares` draws the mini-batches and balances each over the replicas; every rank computes the same. 3. Each rank
+sends each of its rollouts to the ranks of one replica. So what a rank receives, and the memory and time it takes, is
+its own share of the batch, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from d3s_megatron import ops
 from d3s_megatron.actor.packing import distribute
-from d3s_megatron.actor.parallel import Layout, gather_rows
+from d3s_megatron.actor.parallel import Layout
 from d3s_megatron.types import Experience, Rollout, Sample
 
 
 def share_out(
     local: Sequence[Rollout],
     experience: Experience,
+    which: Tensor,
     num_minibatches: int,
     layout: Layout,
     share_prompts: bool = True,
@@ -31,13 +32,13 @@ def share_out(
     """This data-parallel rank's samples of each mini-batch, in uid order; a collective over all ranks.
 
     Args:
-        local: the rollouts to share out that this rank made.
+        local: the rollouts that this rank made.
+        which: [N] bool, those of the batch to share out.
         share_prompts: keep rollouts of a prompt together, as far as shares stay even.
     """
-    rows = [number for r in local for number in (r.request.uid, len(r.request.prompt.token_ids))]
-    room = 2 * -(-len(experience.uids) // layout.world_size)
-    tables = [table.view(-1, 2) for table in gather_rows(torch.tensor(rows, dtype=torch.int64), layout, room)]
-    uids, prompts = torch.cat(tables).unbind(1)  # [K] each
+    uids = experience.uids[which]  # [K]
+    uids = uids[experience.makers[uids].argsort(stable=True)]  # as they arrive: rank by rank, by uid within a rank
+    prompts, source = experience.prompt_lengths[uids], experience.makers[uids]
     whole = prompts + experience.lengths[uids]
     minibatch, replica = plan_shares(
         uids,
@@ -49,15 +50,16 @@ def share_out(
         *((prompts, experience.group_ids[uids]) if share_prompts else ()),
     )
     target = dict(zip(uids.tolist(), replica.tolist(), strict=True))
-    incoming = replica == layout.dp_rank  # in the order in which they arrive: rank by rank, as each holds them
-    counts = torch.tensor([len(table) for table in tables])
-    source = torch.arange(len(tables)).repeat_interleave(counts)[incoming]
-    ids, log_probs = _exchange(
-        [[r for r in local if target[r.request.uid] == one] for one in range(layout.dp_size)],
-        torch.bincount(source, whole[incoming].double(), len(tables)).long().tolist(),
-        torch.bincount(source, experience.lengths[uids[incoming]].double(), len(tables)).long().tolist(),
-        layout,
+    outgoing: list[list[Rollout]] = [[] for _ in range(layout.dp_size)]
+    for rollout in sorted(local, key=lambda one: one.request.uid):
+        if rollout.request.uid in target:
+            outgoing[target[rollout.request.uid]].append(rollout)
+    incoming = replica == layout.dp_rank
+    num_ids, num_log_probs = (
+        torch.bincount(source[incoming], lengths[incoming].double(), layout.world_size).long().tolist()
+        for lengths in (whole, experience.lengths[uids])
     )
+    ids, log_probs = _exchange(outgoing, num_ids, num_log_probs, layout)
     samples: list[list[Sample]] = [[] for _ in range(int(minibatch.max()) + 1 if len(uids) else 1)]
     token_ids, floats, advantages = ids.tolist(), log_probs.tolist(), experience.advantages.tolist()
     at, done = 0, 0

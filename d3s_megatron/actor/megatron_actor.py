@@ -11,9 +11,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from d3s_megatron.actor import cpu_device
 from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
@@ -276,9 +276,10 @@ def _make_optimizer(ddp: list[DistributedDataParallel], config: ActorConfig, opt
 def _step(optimizer: Any, grad_norm: float) -> bool:
     """Clips by the norm that is known already, where megatron-core's own step would prepare and measure all again."""
     for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
-    return bool(optimizer.step_with_ready_grads())
+        if 0 < part.config.clip_grad < grad_norm:
+            clip_grads_with_norm_(part.get_parameters(), part.config.clip_grad, torch.tensor(grad_norm))
+    with cpu_device.plain_torch():
+        return bool(optimizer.step_with_ready_grads())
 
 
 def _make_scheduler(megatron_optimizer, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

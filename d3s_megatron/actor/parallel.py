@@ -176,11 +176,6 @@ def world_reduce(layout: Layout) -> RankReduce:
     return RankReduce(None, layout.rank, layout.world_size, layout.device)
 
 
-def over_all_ranks(numbers: list[float], layout: Layout) -> list[float]:
-    """The sums over all ranks, of as many numbers on each."""
-    return world_reduce(layout)(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
-
-
 def gather_rows(local: Tensor, layout: Layout, room: int = 0) -> list[Tensor]:
     """1-D CPU tensors of unequal length, one a rank, to the list of all of them on every rank.
 

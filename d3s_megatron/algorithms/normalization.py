@@ -7,10 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from d3s_megatron.types import Reduce
+
+def kept_counts(keep: Sequence[Tensor]) -> Tensor:
+    """[kept tokens, samples with at least one, samples] of this rank, int64; what Z is made of, summed over ranks."""
+    num_kept, _, _ = _per_sample(keep)
+    return torch.stack([num_kept.sum(), (num_kept > 0).sum(), torch.tensor(len(keep))])
 
 
-def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, reduce: Reduce) -> list[Tensor]:
+def _per_sample(keep: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Kept tokens and tokens of each sample [n], and which sample each token is of, laid end to end."""
+    lengths = torch.tensor([len(mask) for mask in keep], dtype=torch.int64)
+    owner = torch.arange(len(keep)).repeat_interleave(lengths)
+    kept = torch.cat([torch.zeros(0, dtype=torch.bool), *keep])
+    return torch.bincount(owner[kept], minlength=len(keep)), lengths, owner
+
+
+def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Tensor) -> list[Tensor]:
     """Per sample the weights [L] float32 with which its token losses enter the sum; 0 where dropped.
 
     | kind              | c_i         | Z                                   |
@@ -23,14 +35,10 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, reduce: Re
     Args:
         keep: this rank's samples of one optimizer step, their kept tokens [L] bool.
         max_length: the longest answer that may be generated.
-        reduce: sum over the data-parallel ranks; every rank divides by the same Z (faults D07, D08, D10).
+        counts: [3], the sum of every rank's `kept_counts`; every rank divides by the same Z (faults D07, D08, D10).
     """
-    lengths = torch.tensor([len(mask) for mask in keep], dtype=torch.int64)
-    owner = torch.arange(len(keep)).repeat_interleave(lengths)  # of each token, laid end to end
-    kept = torch.cat([torch.zeros(0, dtype=torch.bool), *keep])
-    num_kept = torch.bincount(owner[kept], minlength=len(keep))  # [n]
-    counts = torch.stack([num_kept.sum(), (num_kept > 0).sum(), torch.tensor(len(keep))])
-    num_tokens, num_nonempty, num_samples = reduce(counts, "sum").clamp(min=1).tolist()
+    num_kept, lengths, owner = _per_sample(keep)
+    num_tokens, num_nonempty, num_samples = counts.clamp(min=1).tolist()
     total = {
         "token_mean": num_tokens,
         "seq_mean_selected": num_nonempty,
@@ -39,5 +47,6 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, reduce: Re
     }[kind]
     per_sample = {"seq_mean_selected": num_kept.clamp(min=1), "seq_mean_full": lengths}.get(kind)
     coefficient = torch.ones(len(keep), dtype=torch.float64) if per_sample is None else 1.0 / per_sample.double()
-    weights = kept.float() * (coefficient / total).float()[owner]
+    kept = torch.cat([torch.zeros(0), *keep])
+    weights = kept * (coefficient / total).float()[owner]
     return list(weights.split(lengths.tolist()))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d3s_megatron import ops, stages
 from d3s_megatron.actor import megatron_actor, passes
+from d3s_megatron.algorithms.normalization import kept_counts
 
 _PLACES: dict[str, tuple[Any, str]] = {
     "plain-all-reduce": (ops, "logprob_entropy"),
@@ -57,7 +58,7 @@ def _padded_columns(right: Callable) -> Callable:
 
 def _per_rank_count(right: Callable) -> Callable:
     """Every rank divides by its own number of tokens."""
-    return lambda kind, keep, max_length, reduce: right(kind, keep, max_length, lambda counts, op: counts)
+    return lambda kind, keep, max_length, counts: right(kind, keep, max_length, kept_counts(keep))
 
 
 def _rolled_labels(right: Callable) -> Callable:

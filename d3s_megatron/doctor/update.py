@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from d3s_megatron.actor.parallel import Layout, data_parallel_reduce, init_paral
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.recipes import amounts, make_loss, make_recipe
 from d3s_megatron.doctor.faults import injected
+from d3s_megatron.learner import Learner
 from d3s_megatron.rewards import grade_rollouts
 from d3s_megatron.rollout import Sampling
 from d3s_megatron.types import Prompt, Request, Rollout, Verdict
@@ -100,22 +100,15 @@ def one_update(job: Job) -> dict[str, Any]:
     actor = MegatronActor(job.model, config, optimizer, layout, TEMPERATURE, STEPS, with_reference=loss.kl_beta > 0)
     vocab_size = actor.shape.vocab_size
     rollouts = stages.generate(FixedEngine(vocab_size), prompts(vocab_size), GROUP, Sampling(), 5, 0, layout)
-    judged = stages.judge(rollouts, grade_rollouts(FixedReward(), rollouts), "wrong", 5, 0, layout)
-    chosen = amounts(algorithm, 0, STEPS)
-    selected = recipe.apply(judged, chosen.num_kept)
-    score_all = not actor.config.select_before_scoring
-    batch = stages.redistribute(rollouts, selected, algorithm, layout, score_all, config.shares_prompts)
-    batch = stages.score(batch, actor)
-    select = partial(stages.select_tokens, recipe=recipe, amounts=chosen, experience=selected, layout=layout)
-    batch = select(batch)
-    reselect = stages.reselect_tokens(actor, select)
-    batch, results = stages.update(batch, actor, loss, algorithm, LONGEST, reselect)
+    verdicts = grade_rollouts(FixedReward(), rollouts)
+    learner = Learner(algorithm, recipe, loss, actor, LONGEST)
+    learned = learner.step(5, 0, amounts(algorithm, 0, STEPS), rollouts, verdicts)
     outcome = {
-        "kept_ids": selected.kept.nonzero().flatten(),
-        "advantages": selected.advantages,
-        **_by_uid(batch, layout),
-        "loss": torch.stack([result.totals for result in results]),
-        "grad_norm": torch.tensor([result.grad_norm for result in results]),
+        "kept_ids": learned.selected.kept.nonzero().flatten(),
+        "advantages": learned.selected.advantages,
+        **_by_uid(learned.batch, layout),
+        "loss": torch.stack([result.totals for result in learned.updates]),
+        "grad_norm": torch.tensor([result.grad_norm for result in learned.updates]),
         "spread": actor.replica_spread(),
         "weights": _drawn(actor.weights(), layout),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from d3s_megatron.rewards.config import RewardConfig
@@ -16,7 +16,6 @@ STATUSES = ("right", "wrong", "no_answer", "unparsable_gold", "timeout", "crash"
 MATH_JUDGE = "d3s_megatron.rewards.math_judge:judge"
 _WARN_FROM = 8  # answers in a call; fewer may all be wrong by chance
 
-Total = Callable[[list[float]], list[float]]
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +40,18 @@ class Reward:
             logger.warning("not one of %d answers was rewarded: %s", len(verdicts), counts)
         return verdicts
 
-    def report(self, total: Total = list) -> dict[str, float]:
+    def numbers(self) -> list[float]:
+        """What happened since the last report, as numbers that add up over the processes that judge."""
+        return [float(self._counts[status]) for status in STATUSES]
+
+    def report(self, numbers: Sequence[float] | None = None) -> dict[str, float]:
         """What happened since the last report, for the run log: how many answers had each status; then start anew.
 
         Args:
-            total: numbers of this process to those of all that judge, added up.
+            numbers: sums of what `numbers()` gives in every process that judges; this one's alone where not given.
         """
-        counts, self._counts = self._counts, Counter()
-        numbers = total([float(counts[status]) for status in STATUSES])
+        numbers = self.numbers() if numbers is None else numbers
+        self._counts.clear()
         return {f"rewards/{status}": number for status, number in zip(STATUSES, numbers, strict=True)}
 
     def close(self) -> None:
@@ -121,13 +124,25 @@ class MixtureReward(Reward):
         failed = [verdict.status for verdict in row if math.isnan(verdict.value)]
         return Verdict(value, failed[0] if failed else row[0].status)
 
-    def report(self, total: Total = list) -> dict[str, float]:
-        """As every reward's, and the unweighted mean of each part (NaN where it judged nothing)."""
-        report = super().report(total)
+    def numbers(self) -> list[float]:
+        numbers = super().numbers()
         for name, part in self._parts.items():
-            value, num = total([self._sums[name], float(self._num_values[name])])
+            numbers += [self._sums[name], float(self._num_values[name]), *part.numbers()]
+        return numbers
+
+    def report(self, numbers: Sequence[float] | None = None) -> dict[str, float]:
+        """As every reward's, and the unweighted mean of each part (NaN where it judged nothing)."""
+        rest = list(self.numbers() if numbers is None else numbers)
+
+        def take(num: int) -> list[float]:
+            taken, rest[:] = rest[:num], rest[num:]
+            return taken
+
+        report = super().report(take(len(STATUSES)))
+        for name, part in self._parts.items():
+            value, num = take(2)
             report[f"rewards/{name}/mean"] = value / num if num else math.nan
-            counts = part.report(total)
+            counts = part.report(take(len(part.numbers())))
             report |= {key.replace("rewards/", f"rewards/{name}/", 1): count for key, count in counts.items()}
         self._sums.clear()
         self._num_values.clear()

@@ -66,7 +66,7 @@ class TransformersEngine:
             progress.begin(len(rollouts))
             padded_ids, log_probs, lengths, stopped = self._decode([requests[i] for i in batch], sampling, progress)
             ids = [row[:length] for row, length in zip(padded_ids.tolist(), lengths.tolist(), strict=True)]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            texts = self._texts(ids)
             for row, (i, log_prob, stop) in enumerate(zip(batch, log_probs.tolist(), stopped.tolist(), strict=True)):
                 rollouts[i] = Rollout(
                     request=requests[i],
@@ -111,6 +111,12 @@ class TransformersEngine:
         """Frees the model."""
         self._ready = False
         del self._model
+
+    def _texts(self, ids: list[list[int]]) -> list[str]:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer in Python
+            return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return backend.decode_batch(ids, skip_special_tokens=True)  # the same without a Python call for every token
 
     def _check_lengths(self, requests: Sequence[Request], sampling: Sampling) -> None:
         limit = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize

@@ -11,7 +11,7 @@ from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import init_parallel, shutdown
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.types import Scores
 
@@ -42,7 +42,7 @@ def update(actor, num_samples=NUM_SAMPLES, advantage=1.0):
     keep = [mask if i < KEPT_SAMPLES else torch.zeros_like(mask) for i, mask in enumerate(keep)]
     old = [torch.full((len(mask),), -2.0) for mask in keep]
     scores = [Scores(values, values, values - 0.5) for values in old]
-    weights = token_weights("token_mean", keep, 9, lambda counts, op: counts)
+    weights = token_weights("token_mean", keep, 9, kept_counts(keep))
     tensors = StepTensors(samples, scores, keep, keep, weights, weights)
     return actor.update(samples, keep, tensors.loss_batch, LOSS, len(METRICS))
 
@@ -113,7 +113,7 @@ def test_scores_do_not_depend_on_row_chunks_packing_or_neighbours(make_actor):
 def test_an_update_without_old_log_probs_takes_its_own_and_gives_the_scores(make_actor):
     samples = random_samples(8, seed=4, per_prompt=4)
     everything = [torch.ones(len(s.response_ids), dtype=torch.bool) for s in samples]
-    weights = token_weights("seq_mean_full", everything, 9, lambda counts, op: counts)
+    weights = token_weights("seq_mean_full", everything, 9, kept_counts(everything))
     loss = PolicyLoss("sequence", 0.2, 0.2, None, 0.0, "k2")
     results = []
     for late in (True, False):

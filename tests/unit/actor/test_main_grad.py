@@ -11,7 +11,7 @@ from d3s_megatron.actor.config import ActorConfig, OptimizerConfig
 from d3s_megatron.actor.megatron_actor import MegatronActor
 from d3s_megatron.actor.parallel import init_parallel, shutdown
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 from d3s_megatron.types import Scores
 
@@ -37,7 +37,7 @@ def buffers(folder, layout, logits=2**30, **config):
     samples = random_samples(12, seed=2, per_prompt=3)
     keep = [torch.arange(len(s.response_ids)) % 2 == 0 for s in samples]
     old = [torch.full((len(mask),), -2.0) for mask in keep]
-    weights = token_weights("token_mean", keep, 9, lambda counts, op: counts)
+    weights = token_weights("token_mean", keep, 9, kept_counts(keep))
     tensors = StepTensors(samples, [Scores(values, values, None) for values in old], keep, keep, weights, weights)
     for _ in range(2):
         assert actor.update(samples, keep, tensors.loss_batch, LOSS, len(METRICS)).stepped
@@ -79,7 +79,7 @@ def test_no_gradient_of_the_vocabulary_is_made(folders, layout):
     weight.register_hook(seen.append)  # called with a gradient, if there is one
     samples = random_samples(4, seed=2)
     keep = [torch.ones(len(s.response_ids), dtype=torch.bool) for s in samples]
-    weights = token_weights("token_mean", keep, 9, lambda counts, op: counts)
+    weights = token_weights("token_mean", keep, 9, kept_counts(keep))
     old = [torch.full((len(mask),), -2.0) for mask in keep]
     tensors = StepTensors(samples, [Scores(values, values, None) for values in old], keep, keep, weights, weights)
     actor.update(samples, keep, tensors.loss_batch, LOSS, len(METRICS))

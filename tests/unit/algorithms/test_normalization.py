@@ -7,7 +7,7 @@ import torch
 
 from d3s_megatron.actor.packing import empty_row, pack
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import METRICS, PolicyLoss
 
 from .builders import alone, in_ranks, sample, scores
@@ -17,6 +17,10 @@ KINDS = ("token_mean", "seq_mean_selected", "seq_mean_full", "dr_grpo")
 
 def masks(*rows):
     return [torch.tensor([c == "x" for c in row]) for row in rows]
+
+
+def weights_of(kind, keep, max_length, reduce=alone):
+    return token_weights(kind, keep, max_length, reduce(kept_counts(keep), "sum"))
 
 
 @pytest.mark.parametrize(
@@ -29,14 +33,14 @@ def masks(*rows):
     ],
 )
 def test_by_hand(kind, want):
-    got = token_weights(kind, masks("x.x.", "x.", "."), max_length=10, reduce=alone)
+    got = weights_of(kind, masks("x.x.", "x.", "."), 10)
     for weights, row in zip(got, want, strict=True):
         assert weights.tolist() == pytest.approx(row)
         assert weights.dtype == torch.float32
 
 
 def weighted(kind, keep, values, reduce=alone, max_length=10):
-    return sum(float((w * v).sum()) for w, v in zip(token_weights(kind, keep, max_length, reduce), values, strict=True))
+    return sum(float((w * v).sum()) for w, v in zip(weights_of(kind, keep, max_length, reduce), values, strict=True))
 
 
 def test_dropped_tokens_leave_numerator_and_denominator():
@@ -52,14 +56,14 @@ def test_every_rank_divides_by_the_tokens_of_all(first, second, want):
 
 def test_responses_weigh_the_same_in_a_sequence_mean():
     for kind in ("seq_mean_selected", "seq_mean_full"):
-        long, short = token_weights(kind, masks("x" * 10, "xx"), 10, alone)
+        long, short = weights_of(kind, masks("x" * 10, "xx"), 10)
         assert long.sum().item() == pytest.approx(short.sum().item()) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_kept_gives_zero_weights(kind):
-    assert token_weights(kind, [], 10, alone) == []
-    assert token_weights(kind, masks("..."), 10, alone)[0].tolist() == [0.0] * 3
+    assert weights_of(kind, [], 10) == []
+    assert weights_of(kind, masks("..."), 10)[0].tolist() == [0.0] * 3
 
 
 LENGTHS = (5, 1, 7, 3, 2, 6)
@@ -81,8 +85,8 @@ def loss_and_gradients(part, loss, kind, kl_all, max_tokens, reduce=alone, num_e
     samples, rows, keep, new = ([items[i] for i in part] for items in step_samples())
     new = [x.clone().requires_grad_() for x in new]
     everything = [torch.ones_like(mask) for mask in keep]
-    weights = token_weights(kind, keep, 8, reduce)
-    kl_weights = token_weights(kind, everything, 8, reduce) if kl_all else weights
+    weights = weights_of(kind, keep, 8, reduce)
+    kl_weights = weights_of(kind, everything, 8, reduce) if kl_all else weights
     scored = everything if kl_all or loss.reads_all_tokens else keep
     tensors = StepTensors(samples, rows, keep, scored, weights, kl_weights)
     total = torch.zeros(1 + len(METRICS))

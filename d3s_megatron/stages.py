@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.exchange import share_out
@@ -22,6 +21,7 @@ from d3s_megatron.algorithms.rollout_correction import correction
 from d3s_megatron.algorithms.schedules import Amounts
 from d3s_megatron.algorithms.token_selection import AllTokens
 from d3s_megatron.evaluate import rank_share
+from d3s_megatron.ragged import Ragged
 from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
 from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores, Verdict
 
@@ -87,7 +87,7 @@ class Batch:
     samples: tuple[Sample, ...]
     sizes: tuple[int, ...]  # samples of each mini-batch
     scores: tuple[Scores, ...] | None = None  # None: not scored yet
-    keep: tuple[Tensor, ...] = ()  # [L] bool each
+    keep: Ragged = Ragged.of((), torch.bool)
     dropped: tuple[Sample, ...] = ()  # rollouts that were not kept and are scored all the same, for comparison
 
     def minibatches(self) -> list[slice]:
@@ -142,7 +142,7 @@ def select_tokens(batch: Batch, recipe: Recipe, amounts: Amounts, experience: Ex
         experience.step,
         data_parallel_reduce(layout),
     )
-    return replace(batch, keep=tuple(masks))
+    return replace(batch, keep=masks)
 
 
 def update(
@@ -193,10 +193,11 @@ def _step_tensors(
     kl_of_all = config.kl_tokens == "all" and bool(loss.kl_beta)
     scored = keep
     if kl_of_all or loss.reads_all_tokens:
-        scored = [torch.ones_like(mask) for mask in keep]
-    heard = [mask for sample, mask in zip(samples, keep, strict=True) if sample.advantage != 0 or loss.kl_beta]
-    counts = torch.stack([kept_counts(keep), kept_counts(scored), kept_counts(heard)])
-    of_kept, of_scored, (num_heard, _, _) = data_parallel_reduce(layout)(counts, "sum")
+        scored = Ragged.full(keep.lengths, True)
+    speaks = torch.tensor([sample.advantage != 0 or bool(loss.kl_beta) for sample in samples], dtype=torch.bool)
+    num_heard = (keep.flat & speaks[keep.owner()]).sum()[None]
+    counts = torch.cat([kept_counts(keep), kept_counts(scored), num_heard])
+    of_kept, of_scored, num_heard = data_parallel_reduce(layout)(counts, "sum").split([3, 3, 1])
     weights = token_weights(config.loss_normalization, keep, max_length, of_kept)
     kl_weights = token_weights(config.loss_normalization, scored, max_length, of_scored) if kl_of_all else weights
     level = config.rollout_correction or "none"
@@ -233,7 +234,7 @@ def measure(batch: Batch, layout: Layout, also: Sequence[float] = ()) -> Measure
     """Numbers of a batch that is scored and selected from; one collective over all ranks."""
     none = torch.zeros(0)
     entropy = torch.cat([none, *(s.entropy for s in batch.scores)]).double()
-    keep = torch.cat([none.bool(), *batch.keep])
+    keep = batch.keep.flat
     old = torch.cat([none, *(s.old_log_probs for s in batch.scores)]).double()
     rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
     diff = old - rollout

@@ -13,6 +13,7 @@ TOP = 5  # the only floor whose parts may import one another: it wires
 
 FLOORS = {
     "types": 0,
+    "ragged": 0,
     "ops": 1,
     "algorithms": 2,
     "convert": 2,
@@ -51,6 +52,7 @@ FLOORS = {
 # What floors 0 to 2 may import beside the standard library and the floors below.
 LIBRARIES = {
     "types": {"torch"},
+    "ragged": {"torch"},
     "ops": {"torch", "numpy"},
     "algorithms": {"torch"},
     "convert": {"torch", "numpy", "safetensors", "psutil"},

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from d3s_megatron import ops
+from d3s_megatron.ragged import Ragged
 from d3s_megatron.types import Sample, TokenBatch
 
 # Tokens at which causal attention costs a sample as much as the matrices: a layer's parameters over heads x head size.
@@ -122,7 +123,7 @@ class _Source:
         num = int(ends[-1])
         owner = torch.arange(len(samples)).repeat_interleave(lengths)
         offset = torch.arange(num) - (ends - lengths)[owner]
-        picked = torch.arange(num) if scored is None else torch.cat(list(scored)).nonzero().flatten()
+        picked = torch.arange(num) if scored is None else Ragged.of(scored).flat.nonzero().flatten()
         counts = torch.bincount(owner[picked], minlength=len(samples))
         after = counts.cumsum(0)
         last = torch.zeros_like(lengths)

@@ -194,13 +194,16 @@ def score_pass(chunks, rows: Sequence[TokenBatch], head: Head, layout: Layout) -
         hidden = _hidden(module, micro)
         if not _chunk(module).post_process:
             return hidden, None
-        both = torch.stack(_log_probs(_chunk(module), hidden, micro, head))
+        with cpu_device.plain_torch():
+            both = torch.stack(_log_probs(_chunk(module), hidden, micro, head))
         return both, lambda output, non_loss_data: output
 
     for chunk in chunks:
         chunk.eval()
+    with cpu_device.plain_torch():
+        micros = _micros(chunks, rows, None, layout)
     with torch.no_grad():
-        outputs = _run(chunks, _micros(chunks, rows, None, layout), step, forward_only=True)
+        outputs = _run(chunks, micros, step, forward_only=True)
     for chunk in chunks:
         chunk.train()
     return _scores_of_all(outputs, rows, layout)
@@ -228,17 +231,21 @@ def update_pass(
         hidden = _hidden(module, micro)
         if not _chunk(module).post_process:
             return hidden, None
-        log_probs, entropy = _log_probs(_chunk(module), hidden, micro, head)
+        with cpu_device.plain_torch():
+            log_probs, entropy = _log_probs(_chunk(module), hidden, micro, head)
         scores = torch.stack([log_probs.detach(), entropy.detach()]) if scores_too else None
 
         def loss_func(output: Tensor):
-            loss, metrics = loss_fn(output, micro.loss_batch)
-            report = torch.cat([loss.detach()[None].double(), metrics.detach().double()])
+            with cpu_device.plain_torch():
+                loss, metrics = loss_fn(output, micro.loss_batch)
+                report = torch.cat([loss.detach()[None].double(), metrics.detach().double()])
             return loss, torch.ones((), dtype=torch.int, device=output.device), (report, scores)
 
         return log_probs, loss_func
 
-    outputs = _run(chunks, _micros(chunks, rows, losses, layout), step, forward_only=False)
+    with cpu_device.plain_torch():
+        micros = _micros(chunks, rows, losses, layout)
+    outputs = _run(chunks, micros, step, forward_only=False)
     total = torch.zeros(1 + num_metrics, dtype=torch.float64, device=layout.device)
     if layout.is_last_stage:
         total = torch.stack([report for report, _ in outputs]).sum(0)

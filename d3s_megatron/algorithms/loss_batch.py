@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from d3s_megatron.ragged import Ragged
 from d3s_megatron.types import LossBatch, Sample, Scores, TokenBatch
 
 
@@ -37,9 +38,9 @@ class StepTensors:
             "rollout_log_probs": torch.tensor([p for sample in self.samples for p in sample.rollout_log_probs]),
             "ref_log_probs": torch.cat(refs) if refs else None,
             "advantages": advantages.repeat_interleave(lengths),
-            "keep": torch.cat([none.bool(), *self.keep]),
-            "weights": torch.cat([none, *self.weights]),
-            "kl_weights": torch.cat([none, *self.kl_weights]),
+            "keep": Ragged.of(self.keep, torch.bool).flat,
+            "weights": Ragged.of(self.weights).flat,
+            "kl_weights": Ragged.of(self.kl_weights).flat,
         }
 
     def loss_batch(self, row: TokenBatch, device: torch.device | str = "cpu") -> LossBatch:

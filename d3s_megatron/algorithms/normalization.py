@@ -7,22 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from d3s_megatron.ragged import Ragged
+
 
 def kept_counts(keep: Sequence[Tensor]) -> Tensor:
     """[kept tokens, samples with at least one, samples] of this rank, int64; what Z is made of, summed over ranks."""
-    num_kept, _, _ = _per_sample(keep)
+    num_kept = _num_kept(Ragged.of(keep, torch.bool))
     return torch.stack([num_kept.sum(), (num_kept > 0).sum(), torch.tensor(len(keep))])
 
 
-def _per_sample(keep: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Kept tokens and tokens of each sample [n], and which sample each token is of, laid end to end."""
-    lengths = torch.tensor([len(mask) for mask in keep], dtype=torch.int64)
-    owner = torch.arange(len(keep)).repeat_interleave(lengths)
-    kept = torch.cat([torch.zeros(0, dtype=torch.bool), *keep])
-    return torch.bincount(owner[kept], minlength=len(keep)), lengths, owner
+def _num_kept(keep: Ragged) -> Tensor:
+    return torch.bincount(keep.owner()[keep.flat], minlength=len(keep))  # [n]
 
 
-def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Tensor) -> list[Tensor]:
+def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Tensor) -> Ragged:
     """Per sample the weights [L] float32 with which its token losses enter the sum; 0 where dropped.
 
     | kind              | c_i         | Z                                   |
@@ -37,7 +35,8 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Te
         max_length: the longest answer that may be generated.
         counts: [3], the sum of every rank's `kept_counts`; every rank divides by the same Z (faults D07, D08, D10).
     """
-    num_kept, lengths, owner = _per_sample(keep)
+    keep = Ragged.of(keep, torch.bool)
+    num_kept, lengths = _num_kept(keep), torch.tensor(keep.lengths, dtype=torch.int64)
     num_tokens, num_nonempty, num_samples = counts.clamp(min=1).tolist()
     total = {
         "token_mean": num_tokens,
@@ -47,6 +46,4 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Te
     }[kind]
     per_sample = {"seq_mean_selected": num_kept.clamp(min=1), "seq_mean_full": lengths}.get(kind)
     coefficient = torch.ones(len(keep), dtype=torch.float64) if per_sample is None else 1.0 / per_sample.double()
-    kept = torch.cat([torch.zeros(0), *keep])
-    weights = kept * (coefficient / total).float()[owner]
-    return list(weights.split(lengths.tolist()))
+    return Ragged(keep.flat * (coefficient / total).float()[keep.owner()], keep.lengths)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from d3s_megatron import ops
 from d3s_megatron.algorithms.sample_selection import CHANCE
+from d3s_megatron.ragged import Ragged
 from d3s_megatron.types import Reduce, Sample, Scores
 
 SCORE_BITS = 12  # of a float32's 23: steps of about 0.02%, far above float32 noise and far below what ranks tokens
@@ -44,8 +45,8 @@ class AllTokens:
 
     def __call__(
         self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
-    ) -> list[Tensor]:
-        return [torch.ones(len(sample.response_ids), dtype=torch.bool) for sample in samples]
+    ) -> Ragged:
+        return Ragged.full([len(sample.response_ids) for sample in samples], True)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TopShare:
 
     def __call__(
         self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
-    ) -> list[Tensor]:
+    ) -> Ragged:
         """Per sample a mask [L] bool; ties (see `settle_ties`) fall by (hash of seed, step and uid; position).
 
         Args:
@@ -82,7 +83,7 @@ class TopShare:
             signal = [abs(s.advantage) * score.entropy for s, score in zip(samples, scores, strict=True)]
             ranked = settle_ties(_per_token(signal).float())
         mask = ops.top_share(ranked, share, keys, position, reduce)
-        return list(mask.split(lengths))
+        return Ragged(mask, tuple(lengths))
 
 
 def _chance(keys: Tensor, position: Tensor) -> Tensor:

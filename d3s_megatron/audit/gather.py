@@ -178,7 +178,7 @@ def _of_trained(record: StepRecord, wanted: set[int]) -> tuple[Tensor, Tensor, T
     lengths = torch.tensor([len(sample.response_ids) for sample in batch.samples], dtype=torch.int64)
     uids = torch.tensor([sample.uid for sample in batch.samples], dtype=torch.int64)
     zero = torch.zeros(0)
-    keep = torch.cat([zero.bool(), *batch.keep])
+    keep = batch.keep.flat
     entropy = torch.cat([zero, *(score.entropy for score in batch.scores)])
     advantages = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)
     # As the selection computes it, to the last bit: a float32 product of the rounded advantage.

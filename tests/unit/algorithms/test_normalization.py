@@ -62,7 +62,7 @@ def test_responses_weigh_the_same_in_a_sequence_mean():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_kept_gives_zero_weights(kind):
-    assert weights_of(kind, [], 10) == []
+    assert list(weights_of(kind, [], 10)) == []
     assert weights_of(kind, masks("..."), 10)[0].tolist() == [0.0] * 3
 
 

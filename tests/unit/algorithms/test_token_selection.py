@@ -98,8 +98,8 @@ def test_a_share_of_one_is_every_token():
 
 
 def test_an_empty_batch():
-    assert TopShare()([], [], 0.5, 0, 0, alone) == []
-    assert AllTokens()([], [], 0.5, 0, 0, alone) == []
+    assert list(TopShare()([], [], 0.5, 0, 0, alone)) == []
+    assert list(AllTokens()([], [], 0.5, 0, 0, alone)) == []
 
 
 def test_an_entropy_that_is_not_a_number_is_refused():
@@ -136,7 +136,7 @@ def test_chance_favours_no_position_and_is_drawn_anew_every_step():
     samples, all_scores = batch([(1.0, [1.0] * 8)] * 250)
     counts, draws = torch.zeros(8), set()
     for step in range(4):
-        masks = torch.stack(TopShare("chance")(samples, all_scores, 0.25, 0, step, alone))
+        masks = torch.stack(list(TopShare("chance")(samples, all_scores, 0.25, 0, step, alone)))
         counts += masks.sum(0)
         draws.add(str(masks[:8].tolist()))
     assert len(draws) == 4 and counts.sum() == 2000

@@ -2,7 +2,9 @@
 
 import warnings
 
-with warnings.catch_warnings():
+from d3s_megatron.actor.late_compile import late_compile
+
+with late_compile(), warnings.catch_warnings():
     # megatron-core warns at import about every optional package that is absent; none is needed here.
     warnings.simplefilter("ignore")
     import megatron.core.distributed

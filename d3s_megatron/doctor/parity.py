@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,11 @@ def launch(arguments: Sequence[str], num_processes: int) -> subprocess.Completed
     return subprocess.run([*command, *arguments], env=own_environment(), capture_output=True, text=True, check=False)
 
 
-def run_jobs(jobs: Mapping[str, tuple[int, Job]], folder: Path) -> dict[str, dict[str, Any]]:
+def run_jobs(
+    jobs: Mapping[str, tuple[int, Job]],
+    folder: Path,
+    launch: Callable[[Sequence[str], int], subprocess.CompletedProcess[str]] = launch,
+) -> dict[str, dict[str, Any]]:
     """Outcomes of named jobs, each with its number of processes; jobs of one size share their processes."""
     for num_processes in sorted({size for size, _ in jobs.values()}):
         named = {name: job for name, (size, job) in jobs.items() if size == num_processes}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from builders import tiny_model
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from d3s_megatron.doctor.compare import beyond, compare, relative
@@ -91,7 +92,8 @@ def updates(tmp_path_factory):
     for layout, (num_processes, actor) in BF16_LAYOUTS.items():
         add(f"bf16/{layout}", "qwen2-tied", num_processes, actor, {"name": "d1s-c"})
     add("bf16/float32", "qwen2-tied", 1, {}, {"name": "d1s-c"})
-    return run_jobs(jobs, folder), {name: load_file(path / "model.safetensors") for name, path in models.items()}
+    before = {name: load_file(path / "model.safetensors") for name, path in models.items()}
+    return run_jobs(jobs, folder, run_ranks), before
 
 
 @pytest.mark.parametrize(("run", "layout"), CASES)

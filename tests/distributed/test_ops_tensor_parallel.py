@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from helpers import HANG_SECONDS
+from ranks import context
 
 from d3s_megatron.ops import linear_logprob, logprob_entropy
 
@@ -46,20 +47,20 @@ def tensor_parallel(rank, size, store, queue):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_agrees(size, tmp_path):
-    context = mp.get_context("spawn")
-    queue = context.JoinableQueue()
+    forks = context()
+    queue = forks.JoinableQueue()
     args = (size, str(tmp_path / "store"), queue)
-    ranks = [context.Process(target=tensor_parallel, args=(r, *args)) for r in range(size)]
+    ranks = [forks.Process(target=tensor_parallel, args=(r, *args)) for r in range(size)]
     for p in ranks:
         p.start()
     outs = {}
     for _ in ranks:
-        r, out = queue.get(timeout=120)
+        r, out = queue.get(timeout=HANG_SECONDS)
         outs[r] = {k: [t.clone() for t in v] if isinstance(v, tuple) else v.clone() for k, v in out.items()}
     for _ in ranks:
         queue.task_done()
     for p in ranks:
-        p.join(60)
+        p.join(HANG_SECONDS)
         assert p.exitcode == 0
     if size == 2:
         torch.testing.assert_close(outs[0]["c04"][1], torch.tensor([[-0.0320586, -0.0871443]]), rtol=0, atol=1e-6)

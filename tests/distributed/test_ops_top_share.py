@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import context
 
 from d3s_megatron.ops import backend, extension, mix64, top_share
 
@@ -58,7 +59,8 @@ def rank_main(rank, size, folder):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_pick_one_set(size, tmp_path):
-    mp.spawn(rank_main, args=(size, str(tmp_path)), nprocs=size)
+    context()
+    mp.start_processes(rank_main, args=(size, str(tmp_path)), nprocs=size, start_method="forkserver")
     ranks = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(size)]
     for name in ranks[0]:
         _, n, rho = name.split()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import run_python
+from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from unit.convert.builders import tiny_config, write_folder
@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
                 todo[0] | {"load": None, "save": str(root / "apart"), "metadata": {"singleton_local_shards": True}}
             )
         (root / f"jobs{processes}.json").write_text(json.dumps(todo))
-        done = run_python(["tests/integration/checkpoint_worker.py", root / f"jobs{processes}.json"], processes)
+        done = run_ranks(["tests/integration/checkpoint_worker.py", root / f"jobs{processes}.json"], processes)
         assert done.returncode == 0, done.stderr[-3000:]
     return found, root
 
@@ -103,12 +103,12 @@ def test_layers_saved_one_by_one_are_read_too(runs):
 def test_logits_tell_right_from_wrong(runs, tmp_path):
     found, root = runs
     source = found["tied-bias", 1, 1]["hf"]
-    done = run_python(["tools/checkpoint.py", "verify", source, root / "tied-bias-imported", "--logits"])
+    done = run_ranks(["tools/checkpoint.py", "verify", source, root / "tied-bias-imported", "--logits"])
     assert done.returncode == 0 and "within 0.0001" in done.stdout, done.stderr[-2000:]
     state = load_file(f"{source}/model.safetensors")
     state["model.layers.0.mlp.up_proj.weight"] *= -1
     config = json.loads((root / "tied-bias" / "config.json").read_text())
     other = write_folder(tmp_path / "other", config, state)
-    done = run_python(["tools/checkpoint.py", "verify", other, root / "tied-bias-imported", "--logits"])
+    done = run_ranks(["tools/checkpoint.py", "verify", other, root / "tied-bias-imported", "--logits"])
     assert done.returncode == 1 and "beyond 0.0001" in done.stdout
     assert "model.layers.0.mlp.up_proj.weight: values differ" in done.stdout

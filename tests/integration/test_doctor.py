@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from d3s_megatron.doctor.__main__ import main
 from d3s_megatron.doctor.compare import beyond, compare, likely_cause
 from d3s_megatron.doctor.faults import FAULTS
 from d3s_megatron.doctor.layouts import parse_layout
-from d3s_megatron.doctor.parity import SMALL_ROWS, report, run_jobs
+from d3s_megatron.doctor.parity import SMALL_ROWS, launch, report, run_jobs
 from d3s_megatron.doctor.plain import plain_update
 from d3s_megatron.doctor.tiny import tiny_model
 from d3s_megatron.doctor.update import Job
@@ -35,7 +36,7 @@ def outcomes(tmp_path_factory):
                 actor = {} if name == "single" else SMALL_ROWS | parse_layout(name).actor
                 job = Job(model, str(folder / f"{fault}.{name}.pt"), actor, fault=fault)
                 jobs[f"{fault or 'none'}/{name}"] = (size, job)
-    found = run_jobs(jobs, folder)
+    found = run_jobs(jobs, folder, run_ranks)
     return found | {"plain": plain_update(model, found["none/single"], torch.device("cpu"))}
 
 
@@ -74,6 +75,13 @@ def test_a_layout_that_is_no_layout_is_refused(name):
 def test_a_model_that_does_not_fit_a_layout_is_refused_in_one_line(capsys):
     assert main(["parity", "--layouts", "pp3"]) == 2
     assert "4 layers do not divide" in capsys.readouterr().err
+
+
+def test_layouts_are_launched_as_ranks_of_one_world(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1])")
+    done = launch([str(script), "jobs"], 2)
+    assert done.returncode == 0 and sorted(done.stdout.splitlines()) == ["0 2 jobs", "1 2 jobs"], done.stderr
 
 
 def test_env_names_versions_and_the_first_conflict(capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """Faults that really happen to a run: it ends, or goes on, by a stated rule, and says what it was."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -10,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, run_python
+from helpers import HANG_SECONDS, ROOT, own_environment
 from killed_save_worker import MOMENTS
+from ranks import run_ranks
 from test_resume import STEPS, assert_equal, flags, rows_of, train
 
 from d3s_megatron import stages
@@ -38,11 +38,11 @@ def leave_process_group():
 def start(argv, fault, num_processes, *options):
     """The command with a fault in it, by torchrun; the finished process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "FAULT": fault}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+    env = own_environment() | {"FAULT": fault}
     command = [*launcher, *options, ROOT / "tests/integration/fault_worker.py", *argv]
-    return subprocess.run(list(map(str, command)), env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        list(map(str, command)), env=env, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
 
 
 def on_step(monkeypatch, step, act):
@@ -88,7 +88,7 @@ def killed_saves(inputs, tmp_path_factory):
     runs = {moment: folder / str(number) for number, moment in enumerate(MOMENTS)}
     jobs = {moment: flags(inputs, out, checkpoint__every=1, checkpoint__keep=1) for moment, out in runs.items()}
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = run_python(["tests/integration/killed_save_worker.py", folder / "jobs.json"])
+    done = run_ranks(["tests/integration/killed_save_worker.py", folder / "jobs.json"])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return runs
 

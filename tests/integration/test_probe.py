@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from builders import tiny_run
-from helpers import run_python
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from d3s_megatron.train import main
@@ -83,7 +83,7 @@ def test_grpo_keeps_everything_so_both_norms_are_one_and_that_of_the_update(inpu
 
 
 def test_two_data_parallel_ranks_measure_what_one_does(inputs, probed, tmp_path):
-    done = run_python(["-m", "d3s_megatron.train", *flags(inputs, tmp_path / "run", *PROBE)], num_processes=2)
+    done = run_ranks(["-m", "d3s_megatron.train", *flags(inputs, tmp_path / "run", *PROBE)], num_processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = steps_of(probed)[0], steps_of(tmp_path / "run")[0]
     for name in (key for key in one if key.startswith("probe/")):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from builders import tiny_run
-from helpers import run_python
+from ranks import run_ranks
 
 from d3s_megatron.audit import read_audit
 from d3s_megatron.replay import main as replay
@@ -167,7 +167,7 @@ def test_two_data_parallel_ranks_write_the_audit_of_one_and_replay_together(inpu
     (tmp_path / "both.py").write_text(BOTH)
     settings = flags(inputs, out, **{"train.steps": 1, "audit.tokens_every": 1})
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    done = run_python([tmp_path / "both.py", tmp_path / "settings.json", out], 2)
+    done = run_ranks([tmp_path / "both.py", tmp_path / "settings.json", out], 2)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("equal in all bits") == 1
     assert len(list((out / "rollouts").iterdir())) == 2

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from builders import addition_file, tiny_model, tiny_run
-from helpers import run_python
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 from d3s_megatron.build import preflight
@@ -74,7 +74,7 @@ def launch(jobs, folder, num_processes):
     """Runs jobs in one start of the processes; [rank][job] -> the next random number, and what was printed."""
     folder.mkdir()
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = run_python(["tests/integration/resume_worker.py", folder / "jobs.json"], num_processes)
+    done = run_ranks(["tests/integration/resume_worker.py", folder / "jobs.json"], num_processes)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)], done.stdout
 

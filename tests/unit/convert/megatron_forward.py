@@ -25,7 +25,9 @@ PADDED = 12
 
 def megatron_model(shape):
     model = GPTModel(
-        replace(transformer_config(shape, ActorConfig()), use_te_activation_func=False),  # megatron-core's own MLP
+        replace(  # for the layers of megatron-core itself
+            transformer_config(shape, ActorConfig()), use_te_activation_func=False, gradient_accumulation_fusion=False
+        ),
         get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm"),
         vocab_size=PADDED,
         max_sequence_length=shape.max_positions,

@@ -1,21 +1,14 @@
 """Our names are those of a real GPTModel, and with our weights it says what transformers says (faults B01, B08)."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+from ranks import run_ranks
 
 from .builders import VARIANTS
 
-ROOT = Path(__file__).parents[3]
-
 
 def test_names_and_logits_of_every_family(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.convert.megatron_forward", str(tmp_path / "store")]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
-    )
+    done = run_ranks(["-m", "tests.unit.convert.megatron_forward", tmp_path / "store"])
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [row[0] for row in rows] == [family for family, _ in VARIANTS]

@@ -41,7 +41,7 @@ class RolloutConfig:
 
     probe_tolerance: float = 0.0
     """Largest mean difference of that probe, in nats a token; a larger one ends the run. 0 takes 0.01 where engine and
-    trainer compute in float32, else 0.2."""
+    trainer compute in float32, else 0.1."""
 
     max_mismatch: float = 0.5
     """End the run where trainer and engine log-probs differ by more than this on average, in nats; 0 is off."""

@@ -13,6 +13,7 @@ from d3s_megatron.actor.config import ActorConfig  # noqa: E402
 from d3s_megatron.actor.parallel import init_parallel, shutdown  # noqa: E402
 from d3s_megatron.rollout import RolloutConfig, Sampling, make_requests  # noqa: E402
 from d3s_megatron.rollout.vllm_engine import VllmEngine  # noqa: E402
+from d3s_megatron.sync_probe import ROUNDED  # noqa: E402
 from d3s_megatron.types import Prompt  # noqa: E402
 
 TEMPERATURE = 0.7
@@ -34,14 +35,20 @@ def engine_and_model(request, tmp_path_factory):
     shutdown()
 
 
-def largest_mismatch(rollouts, model):
-    worst = 0.0
+@torch.no_grad()
+def differences(rollouts, model):
+    """Absolute, of every token's log-prob."""
+    found = []
     for rollout in rollouts:
         prompt, answer = list(rollout.request.prompt.token_ids), list(rollout.token_ids)
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
         log_probs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-        worst = max(worst, float((log_probs - torch.tensor(rollout.log_probs)).abs().max()))
-    return worst
+        found.append((log_probs - torch.tensor(rollout.log_probs)).abs())
+    return torch.cat(found)
+
+
+def largest_mismatch(rollouts, model):
+    return float(differences(rollouts, model).max())
 
 
 def generate(engine, step=0, num_samples=8):
@@ -86,6 +93,23 @@ def test_a_wrong_stream_of_weights_is_refused(engine_and_model):
         generate(engine)
     engine.load_weights((name, tensor.detach()) for name, tensor in model.named_parameters())
     generate(engine)
+
+
+def test_in_bfloat16_old_weights_are_above_the_probes_tolerance_and_equal_ones_below(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(tmp_path, **WIDE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = RolloutConfig(engine="vllm", dtype="bfloat16", max_batch_size=16)
+    engine = VllmEngine(folder, config, max_model_len=64, colocated=False)
+    assert differences(generate(engine), model).mean() < ROUNDED
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    assert differences(generate(engine), model).mean() > 2 * ROUNDED
+    engine.load_weights((name, tensor.detach()) for name, tensor in model.named_parameters())
+    assert differences(generate(engine), model).mean() < ROUNDED
+    engine.close()
 
 
 def test_heads_that_vllm_does_not_take_are_named_before_it_starts(tmp_path):

@@ -1,6 +1,5 @@
 """Rollout servers over real connections, with the built-in engine behind them: answers, weights, and servers lost."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -150,10 +149,8 @@ def test_servers_that_do_not_fit_are_named_at_the_start(serve, engine_of):
     with pytest.raises(ValueError, match="computes in float32, rollout.dtype is bfloat16"):
         engine_of([server], dtype="bfloat16")
     server.close()
-    start = time.monotonic()
     with pytest.raises(ValueError, match="does not answer"):
         engine_of([server])
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize(

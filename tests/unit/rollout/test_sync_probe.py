@@ -90,5 +90,5 @@ def test_the_tolerance_follows_the_types(inputs):
         return tolerance(parse_config(flags))
 
     assert of() == 0.01
-    assert of("--rollout.dtype", "bfloat16") == of("--actor.dtype", "bfloat16") == 0.2
+    assert of("--rollout.dtype", "bfloat16") == of("--actor.dtype", "bfloat16") == 0.1
     assert of("--rollout.probe_tolerance", "0.05") == 0.05

@@ -36,7 +36,7 @@ def train(tmp_path_factory):
                 "train.export": "false",
             }
             args = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-            done = run_python(["-m", "d3s_megatron.train", *args], 2, timeout=900)
+            done = run_python(["-m", "d3s_megatron.train", *args], 2)
             assert done.returncode == 0, done.stderr[-3000:]
             rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
             known[engine_ranks, steps] = [row for row in rows if "reward" in row], out

@@ -23,7 +23,7 @@ from d3s_megatron.types import Prompt, Rollout, Sample
 PROBES = ((2, 8), (8, 32))
 
 # Nats a token on average. With equal weights an 8 x 32 probe was at most 0.05 with vLLM in bfloat16, any token 3e-5 in
-# float32 (docs/rollouts.md). What bfloat16 hides of a stale engine, a server's checksum finds.
+# float32 (docs/rollouts.md). An engine that is one ordinary step behind is below both: only more steps show.
 EXACT, ROUNDED = 0.01, 0.1
 
 Answer = tuple[str, tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # engine, prompt, answer, its log-probs

@@ -100,6 +100,7 @@ def tiny_run(model: Path, data: Path, out: Path, steps: int) -> dict[str, object
         "rollout.max_new_tokens": 6,
         "rewards.kind": "reward_functions:even_length",
         "rewards.num_workers": 1,
+        "rewards.deadline_seconds": 1200,  # no verdict depends on how busy the machine is
         "algorithm.samples_per_prompt": 4,
         "algorithm.truncated": "judge",  # a random model seldom stops by itself
         "algorithm.kept_per_prompt_init": 2,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WAIT_SECONDS = 90
+WAIT_SECONDS = 1200
 
 
 def find_chromium() -> str | None:

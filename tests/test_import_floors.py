@@ -169,26 +169,20 @@ def modules_up_to(floor: int) -> list[str]:
 
 
 PROBE = """
-import importlib, sys, time
+import importlib, sys
 import torch, torch.distributed.checkpoint  # beyond torch: its lazy parts are its own
-before, start = set(sys.modules), time.process_time()
+before = set(sys.modules)
 for name in sys.argv[1:]:
     importlib.import_module(name)
-print(time.process_time() - start)
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 
 
-def test_the_lower_floors_import_quickly():
-    """Every module of floors 0 to 2, after torch: under a second of processor time, and nothing heavy with it."""
-    seconds = []
-    for _ in range(3):  # the first may compile the files
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE, *modules_up_to(2)], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        time, loaded = done.stdout.splitlines()
-        assert not {"megatron", "transformers", "vllm", "jsonargparse", "pyarrow", "matplotlib"} & set(loaded.split())
-        seconds.append(float(time))
-        if seconds[-1] < 1:
-            return
-    raise AssertionError(f"floors 0 to 2 took {seconds} s to import")
+def test_the_lower_floors_import_nothing_heavy():
+    """Every module of floors 0 to 2, after torch: a fraction of a second, as long as none of these comes with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *modules_up_to(2)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "d3s_megatron" in loaded
+    assert not {"megatron", "transformers", "vllm", "jsonargparse", "pyarrow", "matplotlib", "tensorboard"} & loaded

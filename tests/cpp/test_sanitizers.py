@@ -26,7 +26,7 @@ def build_and_run(folder, flags, *arguments):
     for source in [ROOT / "tests/cpp/core_test.cpp", *(KERNELS / f"{name}.cpp" for name in names)]:
         out = folder / f"{source.stem}.o"
         command = [compiler, *COMMON, *defines, *flags, *FLAGS.get(source.stem, []), "-c", str(source), "-o", str(out)]
-        subprocess.run(command, check=True, timeout=200)
+        subprocess.run(command, check=True, timeout=1200)
         objects.append(str(out))
     program = folder / "core_test"
     linked = subprocess.run(
@@ -35,7 +35,9 @@ def build_and_run(folder, flags, *arguments):
     if linked.returncode and "cannot find" in linked.stderr:
         pytest.skip(f"this compiler has no runtime for {flags[0]}")
     assert linked.returncode == 0, linked.stderr
-    ran = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=250)
+    # Where addresses are drawn from a wide range, a sanitizer's shadow memory meets them now and then.
+    fixed = [shutil.which("setarch"), platform.machine(), "-R"] if shutil.which("setarch") else []
+    ran = subprocess.run([*fixed, str(program), *arguments], capture_output=True, text=True, timeout=1200)
     assert ran.returncode == 0 and "all agree" in ran.stdout, (ran.stdout + ran.stderr)[-4000:]
 
 

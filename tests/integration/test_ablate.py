@@ -2,24 +2,31 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
 import yaml
 from builders import addition_file, tiny_model, tiny_run
-from helpers import ROOT
+from helpers import HANG_SECONDS, ROOT
 
 from d3s_megatron.ablate.__main__ import STOPPED, main
 
-STEPS = 40
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def call(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ablate")
     settings = tiny_run(tiny_model(folder / "model"), addition_file(folder / "train.jsonl"), folder / "unused", STEPS)
-    settings |= {"train.eval_every": 20, "train.export": "false", "audit.every": 0, "audit.rollouts": "none"}
+    settings |= {
+        "train.eval_every": 2,
+        "rewards.kind": "reward_functions:held",
+        "train.export": "false",
+        "audit.every": 0,
+        "audit.rollouts": "none",
+    }
     nested: dict = {}
     for key, value in settings.items():
         section, name = key.split(".")
@@ -37,16 +44,25 @@ def importable(monkeypatch):
 
 
 def stop_at_first_step(log):
-    for _ in range(1200):
-        if log.exists() and '"progress"' in log.read_text():
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
+    end = time.monotonic() + HANG_SECONDS
+    while not (log.exists() and '"progress"' in log.read_text()) and time.monotonic() < end:
         time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stopped_comparison_goes_on_and_a_complete_one_only_makes_tables(call, capsys):
+def test_a_stopped_comparison_goes_on_and_a_complete_one_only_makes_tables(call, capsys, monkeypatch):
+    """The run's second step waits for its rewards until the run has been told to stop."""
     arguments, out = call
-    threading.Thread(target=stop_at_first_step, args=(out / "random" / "seed-0" / "log.jsonl",)).start()
+    log, told = out / "random" / "seed-0" / "log.jsonl", out.parent / "told"
+    monkeypatch.setenv("HELD", f"{log}{os.pathsep}{told}")
+    terminate = subprocess.Popen.terminate
+
+    def terminate_and_let_go(self):
+        terminate(self)
+        told.touch()
+
+    monkeypatch.setattr(subprocess.Popen, "terminate", terminate_and_let_go)
+    threading.Thread(target=stop_at_first_step, args=(log,)).start()
     assert main(arguments) == STOPPED
     assert not (out / "random" / "seed-0" / "summary.json").exists()
     assert "the same command goes on from here" in capsys.readouterr().out

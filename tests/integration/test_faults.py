@@ -122,7 +122,7 @@ def test_ranks_without_their_launcher_end(inputs, tmp_path):
 
 def test_a_rank_that_sleeps_is_named_and_the_job_ended(inputs, tmp_path):
     out = tmp_path / "run"
-    argv = flags(inputs, out, watch__stall_minutes=0.05, watch__end_minutes=0.12)
+    argv = flags(inputs, out, watch__stall_minutes=30, watch__end_minutes=120)
     done = start(argv, "sleep 1 1 score", 2)
     assert done.returncode != 0
     assert re.search(r"no progress for \d+ s in phase score of step 2; waiting for rank 1", done.stderr)

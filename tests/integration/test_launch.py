@@ -5,13 +5,12 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import HANG_SECONDS, ROOT, own_environment
 from test_resume import flags, rows_of, train
 
 from d3s_megatron.actor.parallel import shutdown
@@ -64,7 +63,7 @@ def test_another_world_than_expected_is_refused_with_what_has_joined(inputs, tmp
 @pytest.fixture
 def nodes():
     """Two network name spaces joined by a cable, where the test may make them; else None, for loopback."""
-    mark = f"d3s{os.getpid() % 10000}"
+    mark = f"d3s{os.getpid()}"
     names, made = (f"{mark}a", f"{mark}b"), []
 
     def ip(*args):
@@ -86,15 +85,11 @@ def nodes():
 
 
 def test_two_nodes_take_two_steps_together(inputs, nodes, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = 10_000 + os.getpid() % 20_000  # below those that the kernel gives to whoever asks for any
     argv = flags(inputs, tmp_path / "run", train__steps=2, launch__world_size=2, actor__tensor_model_parallel_size=2)
     running = []
     for rank in (0, 1):
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)
+        env = own_environment()
         host, prefix, options = "127.0.0.1", [], ["--allow-loopback"]
         if nodes:
             host, prefix, options = "10.231.77.1", ["ip", "netns", "exec", nodes[rank]], []
@@ -105,7 +100,7 @@ def test_two_nodes_take_two_steps_together(inputs, nodes, tmp_path):
         running.append(
             subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    done = [process.communicate(timeout=240) for process in running]
+    done = [process.communicate(timeout=HANG_SECONDS) for process in running]
     assert [process.returncode for process in running] == [0, 0], [err[-2000:] for _, err in done]
     said = done[0][0] + done[1][0]
     assert "2 ranks on 2 node(s), endpoint" in said
@@ -115,15 +110,13 @@ def test_two_nodes_take_two_steps_together(inputs, nodes, tmp_path):
 
 def test_two_runs_at_once_on_one_machine_do_not_meet(inputs, tmp_path):
     """Fault F08: each launch finds ports of its own."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
+    env = own_environment()
     command = [sys.executable, "-m", "d3s_megatron.launch", "--"]
     running = []
     for seed in (0, 1):
         argv = flags(inputs, tmp_path / str(seed), train__steps=1, train__seed=seed, launch__world_size=1)
         running.append(subprocess.Popen([*command, *argv], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=240)[0] for process in running]
+    said = [process.communicate(timeout=HANG_SECONDS)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     ports = {re.search(r"1 ranks on 1 node\(s\), endpoint \S+:(\d+)", text)[1] for text in said}
     assert len(ports) == 2

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import HANG_SECONDS
+from ranks import run_ranks
 
 from d3s_megatron.rewards import RewardConfig, check_golds, make_reward
 
@@ -32,14 +34,22 @@ def read(path):
 
 @pytest.fixture(scope="module")
 def reward():
-    with make_reward(RewardConfig(deadline_seconds=20.0)) as reward:
+    with make_reward(RewardConfig(deadline_seconds=HANG_SECONDS)) as reward:
         yield reward
 
 
 @needs_cases
 def test_every_reported_case(tmp_path):
     rows = read(CASES)
-    command = [sys.executable, "-m", "d3s_megatron.rewards", "--file", str(CASES)]
+    command = [
+        sys.executable,
+        "-m",
+        "d3s_megatron.rewards",
+        "--file",
+        str(CASES),
+        "--deadline-seconds",
+        str(HANG_SECONDS),
+    ]
     result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -72,7 +82,7 @@ from d3s_megatron.rewards import RewardConfig, make_reward
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-with make_reward(RewardConfig(num_workers=1)) as reward:
+with make_reward(RewardConfig(num_workers=1, deadline_seconds=1200.0)) as reward:
     items = [(rf"\boxed{{{k}}}", str(k if k % 2 else rank)) for k in range(2, 40)]
     values = [verdict.value for verdict in reward.grade(items)]
 gathered = [None, None]
@@ -82,10 +92,8 @@ dist.destroy_process_group()
 """
 
 
-def test_every_rank_of_torchrun_has_its_own_workers(tmp_path):
+def test_every_rank_has_its_own_workers(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    result = run_ranks([script], 2)
     assert result.returncode == 0, result.stderr[-2000:]

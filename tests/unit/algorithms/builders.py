@@ -86,10 +86,10 @@ def in_ranks(parts: Sequence[Any], work: Callable[[Any, Reduce], Any]) -> list[A
     def rank(r: int) -> Any:
         def reduce(tensor: Tensor, how: str) -> Tensor:
             board[r] = tensor.clone()
-            barrier.wait(20)
+            barrier.wait(1200)
             everyone = torch.stack(board)
             tensor.copy_({"sum": everyone.sum, "max": everyone.amax, "min": everyone.amin}[how](0))
-            barrier.wait(20)
+            barrier.wait(1200)
             return tensor
 
         return work(parts[r], reduce)

@@ -92,10 +92,10 @@ def in_ranks(cuts, scores, rho, uid, position, ranks_known=False):
             moved += tensor.numel() * tensor.element_size()
             with lock:
                 board[r] = tensor.clone()
-            barrier.wait(20)
+            barrier.wait(1200)
             everyone = torch.stack([board[i] for i in range(len(parts))])
             tensor.copy_({"sum": everyone.sum, "max": everyone.amax, "min": everyone.amin}[how](0))
-            barrier.wait(20)
+            barrier.wait(1200)
             return tensor
 
         if ranks_known:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +78,10 @@ def init_parallel(config: ActorConfig) -> Layout:
     cpu_device.install()
     # Lets megatron-core's tensor-parallel all-reduces overlap with GEMMs on a GPU, and spares its warning elsewhere.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if "RANK" not in os.environ:  # plain python: a world of one, on a free port, so that two runs never meet
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    if "RANK" not in os.environ:  # plain python: a world of one, on a port that is held, so that two runs never meet
+        global _own_store
+        _own_store = dist.TCPStore("127.0.0.1", 0, 1, True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_own_store.port))
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     check_layout(config, world_size_from_env())
     device = cpu_device.CPU
@@ -121,16 +120,19 @@ def init_parallel(config: ActorConfig) -> Layout:
 
 
 _num_joins = 0
+_own_store: dist.TCPStore | None = None  # of a process that nobody launched
 
 
 def _agent_store(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Arguments that join under names of their own in torchrun's store; none where torchrun shares no store.
+    """Arguments that join under names of their own in a store that is there; none where torchrun shares no store.
 
     torchrun hands the same store to the ranks it starts again after a failure (and a process may join twice). Without
     names of their own they would find the addresses of the ranks that are gone, and wait for those.
     """
     global _num_joins
     _num_joins += 1
+    if _own_store is not None:
+        return {"store": dist.PrefixStore(f"join-{_num_joins}", _own_store), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store = dist.TCPStore(

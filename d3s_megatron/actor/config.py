@@ -37,7 +37,8 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations made again in the backward pass: none, the attention's, or those of whole layers."""
     gradient_accumulation_fusion: bool = False
-    """Add weight gradients into the float32 buffer inside the GEMM; off by itself without NVIDIA Apex's kernel."""
+    """On a GPU add the layers' weight gradients into the float32 buffer inside the GEMM, as a CPU always does; off by
+    itself without NVIDIA Apex's kernel."""
     offload_between_phases: bool = False
     """Move optimizer state and gradients to the host while rollouts are made; does nothing without a GPU."""
     select_before_scoring: bool = True

@@ -27,7 +27,8 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py --seed $(SEED) --out runs/quickstart
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile
+	# Files in their own order, the short ones last, so that both processes end together.
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine --timeout 900

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HANG_SECONDS
+from ranks import run_ranks
 from safetensors.torch import load_file
 from unit.convert.builders import counting_state, tiny_config, write_folder
 
@@ -253,7 +254,6 @@ def test_tool_says_what_it_did(tmp_path, source, run_tool):
 
 
 def test_help_shows_every_command():
-    command = [sys.executable, ROOT / "tools" / "checkpoint.py", "--help"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = run_ranks(["tools/checkpoint.py", "--help"])
     assert done.returncode == 0
     assert all(f"checkpoint.py {name}" in done.stdout for name in ("import", "export", "verify", "plan", "inspect"))

@@ -115,9 +115,10 @@ def test_ranks_without_their_launcher_end(inputs, tmp_path):
     out = tmp_path / "run"
     done = start(flags(inputs, out), "orphan 0 1 score", 2)
     assert done.returncode == -signal.SIGKILL
-    for rank in range(2):  # `start` returned because they had closed their ends of its pipes
-        log = (out / "ranks" / f"rank-{rank:05d}.log").read_text()
-        assert re.search(r"ended in phase score of step 2: its launcher, process \d+, is gone", log)
+    # `start` returned as both had closed their ends of its pipes. One notices; the other does too, or loses the first.
+    logs = [(out / "ranks" / f"rank-{rank:05d}.log").read_text() for rank in range(2)]
+    assert all(re.search(r"ended in phase \w+ of step 2", log) for log in logs)
+    assert any(re.search(r"ended in phase score of step 2: its launcher, process \d+, is gone", log) for log in logs)
 
 
 def test_a_rank_that_sleeps_is_named_and_the_job_ended(inputs, tmp_path):
@@ -147,10 +148,10 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_ends_the_run_in_the_en
     make = stages._step_tensors
 
     def poisoned(*args):
-        tensors = make(*args)
+        tensors, has_signal = make(*args)
         for weights in tensors.weights:
             weights.fill_(float("nan"))
-        return tensors
+        return tensors, has_signal
 
     monkeypatch.setattr(stages, "_step_tensors", poisoned)
     with pytest.raises(FloatingPointError, match="2 in a row"):

@@ -1,13 +1,11 @@
 """The planner against instantiated models: parameters, gradients and optimizer exactly, activations within 10%."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from builders import tiny_model
 from megatron.core import parallel_state, tensor_parallel
+from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from d3s_megatron.actor import cpu_device
@@ -240,8 +238,9 @@ def test_fewer_answers_at_once_where_their_cache_would_not_fit():
 
 
 def test_the_command_names_what_binds_and_what_is_short():
-    command = [sys.executable, "-m", "d3s_megatron.plan", "--model", "Qwen2.5-72B", "--gpu-memory", "80"]
-    done = subprocess.run([*command, "--gpus", "64"], capture_output=True, text=True, check=True)
+    command = ["-m", "d3s_megatron.plan", "--model", "Qwen2.5-72B", "--gpu-memory", "80"]
+    done = run_ranks([*command, "--gpus", "64"])
+    assert done.returncode == 0, done.stderr
     assert "memory is bound by" in done.stdout and "time is bound by" in done.stdout
-    done = subprocess.run([*command, "--gpus", "8"], capture_output=True, text=True)
+    done = run_ranks([*command, "--gpus", "8"])
     assert done.returncode == 2 and "nothing fits 8 GPUs" in done.stderr

@@ -118,9 +118,11 @@ def test_scores_from_the_update_are_those_of_a_pass_before_it(name, inputs, tmp_
     flags = ["--algorithm.name", name, "--algorithm.kl_beta", "0"]
     runs = []
     for in_update in ("true", "false"):
+        passes.clear()
         _, rows = train(inputs, tmp_path / in_update, *flags, "--actor.score_in_update", in_update)
         weights = load_file(tmp_path / in_update / "export" / "model.safetensors")
-        assert len(passes) == (0 if in_update == "true" else STEPS)
+        without = [in_update == "false" or row["num_updates"] == 0 for row in steps_of(rows)]  # nothing to learn from
+        assert len(passes) == sum(without)
         runs.append(([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows], weights))
     for row, other in zip(*(rows for rows, _ in runs), strict=True):
         assert row == pytest.approx(other, rel=1e-5, abs=1e-6, nan_ok=True)

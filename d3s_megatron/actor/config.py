@@ -52,7 +52,7 @@ class ActorConfig:
     """End samples after their last kept token in the update; off runs them whole, for comparison."""
     share_prompts: bool = True
     """Run the layers once on a prompt for all of its rollouts in a micro-batch; off runs them with each rollout, as
-    transformer_engine attention and context parallelism always do."""
+    transformer_engine attention, context parallelism and gather_rows off always do."""
     max_tokens_per_microbatch: int = 16384
     """Packed tokens of one micro-batch, over all CP ranks; a longer rollout gets a micro-batch of its own."""
     max_logits_mb: int = 512
@@ -89,8 +89,9 @@ class ActorConfig:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether rollouts of one prompt share its tokens: switched on, and the attention can read them so."""
-        return self.share_prompts and self.attention == "torch" and self.context_parallel_size == 1
+        """Whether rollouts of one prompt share its tokens: switched on, attention can read them so, and the output
+        layer takes a row once for each of its targets, of which a shared prompt's last row has several."""
+        return self.share_prompts and self.attention == "torch" and self.context_parallel_size == 1 and self.gather_rows
 
     def _check_pipeline(self) -> None:
         uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

@@ -109,6 +109,7 @@ def _own_log_probs(model: ActorModel, hidden: Tensor, micro: _Micro, head: Head)
     weight, weight_grad = weight_and_buffer(model.output_weight())
     if head.gather_rows:
         return output_log_probs(head_rows(model, hidden, micro.rows), weight, micro.targets, head, weight_grad)
+    assert len(micro.rows.unique()) == len(micro.rows), "a row that predicts several tokens has to be gathered"
     targets = torch.zeros_like(micro.token_ids[0])
     targets[micro.rows] = micro.targets
     every_row = torch.arange(len(targets), device=targets.device)

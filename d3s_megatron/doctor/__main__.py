@@ -20,6 +20,13 @@ def make_parser() -> argparse.ArgumentParser:
     parity = commands.add_parser("parity", help="one update per layout, compared with a single process")
     parity.add_argument("--model", default="tiny", help="Hugging Face folder, or tiny for a small random model")
     parity.add_argument("--layouts", default=LAYOUTS, help=f"comma-separated, default {LAYOUTS}")
+    parity.add_argument(
+        "--actor",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an actor setting for the layouts, not for the single process: layers=transformer_engine, recompute=full",
+    )
     parity.add_argument("--tolerance", type=float, default=1e-4, help="largest error that counts as the same")
     parity.add_argument(
         "--plain",
@@ -41,11 +48,13 @@ def main(argv: Sequence[str]) -> int:
         return 0 if report() else 1
     from transformers.utils.logging import disable_progress_bar
 
+    from d3s_megatron.doctor.layouts import parse_settings
     from d3s_megatron.doctor.parity import parity
 
     disable_progress_bar()
     try:
-        agree = parity(args.model, args.layouts.split(","), args.tolerance, args.plain, args.inject)
+        settings = parse_settings(args.actor)
+        agree = parity(args.model, args.layouts.split(","), args.tolerance, args.plain, args.inject, settings)
     except ValueError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
+
+from d3s_megatron.actor.config import ActorConfig
 
 SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -39,3 +44,17 @@ def parse_layout(name: str) -> NamedLayout:
         actor["sequence_parallel"] = True
     num_processes = math.prod(size for kind, size in sizes.items() if kind != "vpp")
     return NamedLayout(name, num_processes, actor)
+
+
+def parse_settings(given: Sequence[str]) -> dict[str, Any]:
+    """["layers=transformer_engine"] -> {"layers": "transformer_engine"}; ValueError where the actor has no such one."""
+    known = vars(ActorConfig())
+    settings = {}
+    for one in given:
+        name, _, text = one.partition("=")
+        value = yaml.safe_load(text)
+        if name not in known or (known[name] is not None and type(value) is not type(known[name])):
+            names = ", ".join(sorted(known))
+            raise ValueError(f"--actor {one}: give NAME=VALUE with a value of its kind; names are {names}")
+        settings[name] = value
+    return settings

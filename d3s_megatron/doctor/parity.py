@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from d3s_megatron.actor.config import ActorConfig
-from d3s_megatron.actor.model import check_shape
+from d3s_megatron.actor.model import check_shape, check_transformer_engine
 from d3s_megatron.convert import read_shape
 from d3s_megatron.doctor.compare import STAGES, beyond, compare, likely_cause, worst_by_stage
 from d3s_megatron.doctor.layouts import NamedLayout, parse_layout
@@ -55,6 +55,7 @@ def check(model: str, layouts: Sequence[NamedLayout]) -> None:
     shape = read_shape(model)
     for layout in layouts:
         check_shape(shape, ActorConfig(**layout.actor))
+        check_transformer_engine(ActorConfig(**layout.actor))
         if torch.cuda.is_available() and layout.num_processes > torch.cuda.device_count():
             raise ValueError(
                 f"layout {layout.name} takes {layout.num_processes} GPUs, this machine has "
@@ -63,10 +64,16 @@ def check(model: str, layouts: Sequence[NamedLayout]) -> None:
 
 
 def parity(
-    model: str, names: Sequence[str], tolerance: float, with_plain: bool = True, fault: str | None = None
+    model: str,
+    names: Sequence[str],
+    tolerance: float,
+    with_plain: bool = True,
+    fault: str | None = None,
+    actor: Mapping[str, Any] | None = None,
 ) -> bool:
     """Prints a line per layout; True where all agree. See `__main__` for the arguments."""
     layouts = [parse_layout(name) for name in names]
+    layouts = [replace(layout, actor={**SMALL_ROWS, **(actor or {}), **layout.actor}) for layout in layouts]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if model == "tiny":
@@ -77,10 +84,7 @@ def parity(
                 layout.num_processes,
                 Job(model, str(folder / f"{layout.name}.pt"), layout.actor, fault=fault),
             )
-            for layout in [
-                NamedLayout(SINGLE, 1, {}),
-                *(replace(layout, actor=SMALL_ROWS | layout.actor) for layout in layouts),
-            ]
+            for layout in [NamedLayout(SINGLE, 1, {}), *layouts]
         }
         outcomes = run_jobs(jobs, folder)
         single = outcomes.pop(SINGLE)

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from d3s_megatron.doctor.__main__ import main
 from d3s_megatron.doctor.compare import beyond, compare, likely_cause
 from d3s_megatron.doctor.faults import FAULTS
-from d3s_megatron.doctor.layouts import parse_layout
+from d3s_megatron.doctor.layouts import parse_layout, parse_settings
 from d3s_megatron.doctor.parity import SMALL_ROWS, launch, report, run_jobs
 from d3s_megatron.doctor.plain import plain_update
 from d3s_megatron.doctor.tiny import tiny_model
@@ -70,6 +70,20 @@ def test_the_gradients_of_a_plain_all_reduce_are_named(outcomes):
 def test_a_layout_that_is_no_layout_is_refused(name):
     with pytest.raises(ValueError, match="not understood"):
         parse_layout(name)
+
+
+def test_settings_of_the_actor_are_read_and_those_that_cannot_be_are_refused_in_one_line(capsys):
+    assert parse_settings(["layers=torch", "gather_rows=false", "num_layers_in_first_pipeline_stage=3"]) == {
+        "layers": "torch",
+        "gather_rows": False,
+        "num_layers_in_first_pipeline_stage": 3,
+    }
+    for wrong, words in (("layer=torch", "names are"), ("gather_rows=2", "of its kind"), ("layers", "NAME=VALUE")):
+        assert main(["parity", "--layouts", "tp1", "--actor", wrong]) == 2
+        assert words in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["parity", "--layouts", "tp1", "--actor", "layers=transformer_engine"]) == 2
+        assert "actor.layers is transformer_engine, but" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_a_layout_is_refused_in_one_line(capsys):

@@ -40,6 +40,7 @@ def update(actor, num_samples=NUM_SAMPLES, advantage=1.0):
     generator = torch.Generator().manual_seed(3)
     keep = [torch.rand(len(s.response_ids), generator=generator) < 0.4 for s in samples]
     keep = [mask if i < KEPT_SAMPLES else torch.zeros_like(mask) for i, mask in enumerate(keep)]
+    keep[0][0] = keep[1][0] = True  # one row of their prompt predicts both
     old = [torch.full((len(mask),), -2.0) for mask in keep]
     scores = [Scores(values, values, values - 0.5) for values in old]
     weights = token_weights("token_mean", keep, 9, kept_counts(keep))

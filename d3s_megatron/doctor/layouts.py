@@ -57,4 +57,6 @@ def parse_settings(given: Sequence[str]) -> dict[str, Any]:
             names = ", ".join(sorted(known))
             raise ValueError(f"--actor {one}: give NAME=VALUE with a value of its kind; names are {names}")
         settings[name] = value
+    if settings.get("use_distributed_optimizer"):
+        raise ValueError("--actor use_distributed_optimizer: no rank has whole gradients to compare, leave it out")
     return settings

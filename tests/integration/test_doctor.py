@@ -78,7 +78,12 @@ def test_settings_of_the_actor_are_read_and_those_that_cannot_be_are_refused_in_
         "gather_rows": False,
         "num_layers_in_first_pipeline_stage": 3,
     }
-    for wrong, words in (("layer=torch", "names are"), ("gather_rows=2", "of its kind"), ("layers", "NAME=VALUE")):
+    for wrong, words in (
+        ("layer=torch", "names are"),
+        ("gather_rows=2", "of its kind"),
+        ("layers", "NAME=VALUE"),
+        ("use_distributed_optimizer=true", "leave it out"),
+    ):
         assert main(["parity", "--layouts", "tp1", "--actor", wrong]) == 2
         assert words in capsys.readouterr().err
     if not torch.cuda.is_available():

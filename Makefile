@@ -3,7 +3,7 @@
 #   make quickstart [SEED=0]   train a tiny model with D3S, two processes, no GPU (at most 4 minutes after set-up)
 #   make test                  every test that needs no GPU (at most 10 minutes)
 #   make test-vllm             the vLLM engine's tests, on the CPU, in an environment of their own (about 4 GB)
-#   make lint                  ruff and clang-format, as CI runs them
+#   make lint                  ruff, mypy and clang-format, as CI runs them
 #   make clean                 remove .venv and what was built
 #
 # PYTHON=python3.12 takes another interpreter; PIP_FLAGS is given to every pip call, for example the index of
@@ -36,6 +36,7 @@ test-vllm: $(VLLM_STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*pp' 'csrc/*.cu*' 'csrc/*.inl' 'tests/cpp/*pp')
 
 setup: $(STAMP)

@@ -202,7 +202,7 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     )
     log.message(world)
     if start.folder is not None:
-        _resume(parts, start)
+        _resume(parts, start.progress.step, start.folder)
     if start.folder is not None or config.rollout.engine == "server":
         parts.engine.load_weights(parts.actor.weights())  # before its first answer (fault G04)
     if config.rollout.probe_after_sync:
@@ -212,13 +212,13 @@ def build(config: RunConfig, questions: Questions, start: Start) -> Parts:
     return parts
 
 
-def _resume(parts: Parts, start: Start) -> None:
-    steps = torch.tensor([start.progress.step, -start.progress.step])
+def _resume(parts: Parts, step: int, checkpoint: Path) -> None:
+    steps = torch.tensor([step, -step])
     newest, negated_oldest = world_reduce(parts.layout)(steps, "max").tolist()
     if newest != -negated_oldest:
         raise RuntimeError(
             f"ranks found different checkpoints, after step {-negated_oldest} and after step {newest}: "
             f"train.output_dir {parts.config.train.output_dir} must be on a file system that all nodes share"
         )
-    if not load_checkpoint(parts.actor, start.folder):
+    if not load_checkpoint(parts.actor, checkpoint):
         parts.log.message("per-rank random states were left as they are: the number of ranks has changed")

@@ -82,7 +82,7 @@ def _means(batch: stages.Batch, layout: Layout) -> dict[str, float]:
     """Entropy and KL to the first weights (k3), per response token of the whole batch."""
     sums = torch.zeros(3, dtype=torch.float64)
     has_reference = 0
-    for score in batch.scores:
+    for score in batch.scored():
         sums[0] += len(score.entropy)
         sums[1] += score.entropy.double().sum()
         if score.ref_log_probs is not None:
@@ -111,11 +111,11 @@ def _gamma(actor: MegatronActor, batch: stages.Batch, whole: Experience, respons
     pool = whole.uids[whole.kept]
     drawn = pool[tie_keys(whole)[whole.kept].argsort()[:responses]].tolist()
     mine = {sample.uid: i for i, sample in enumerate(batch.samples)}
-    norms = []
+    scores, norms = batch.scored(), []
     for uid in drawn:
         at = [mine[uid]] if uid in mine else []
         one = stages.Batch(
-            tuple(replace(batch.samples[i], advantage=1.0) for i in at), (len(at),), tuple(batch.scores[i] for i in at)
+            tuple(replace(batch.samples[i], advantage=1.0) for i in at), (len(at),), tuple(scores[i] for i in at)
         )
         norms.append(_norm(actor, one, layout))
     return max(norms) / 2

@@ -224,14 +224,14 @@ def replay(args: argparse.Namespace, changes: Sequence[str]) -> int:
     again = Replay(run, base, layout, actor, log)
     num_wrong = 0
     for between in range(first, step):
-        wrong = differing(again.step(between).row, log[between])
-        num_wrong += bool(wrong)
-        if wrong:
-            say(f"step {between + 1} again: differs from the log in {', '.join(wrong)}")
+        others = differing(again.step(between).row, log[between])
+        num_wrong += bool(others)
+        if others:
+            say(f"step {between + 1} again: differs from the log in {', '.join(others)}")
     if step > first:
         say(f"taken again before it: {step - first} steps, {step - first - num_wrong} equal the log in all bits")
     result = again.step(step, config)
-    wrong = differing(result.row, log[step])
+    others = differing(result.row, log[step])
     file = audit_file(run, step)
     audit = read_audit(file) if file.exists() else None
     kept = None
@@ -261,8 +261,8 @@ def replay(args: argparse.Namespace, changes: Sequence[str]) -> int:
     shutdown()
     if base != config or changes:
         return 0
-    equal = not (wrong or num_wrong) and not any(row[3] not in ("same", "same bits") for row in rows)
-    say("\nequal in all bits" if equal else f"\nnot equal: {', '.join(wrong) or 'see above'}")
+    equal = not (others or num_wrong) and not any(row[3] not in ("same", "same bits") for row in rows)
+    say("\nequal in all bits" if equal else f"\nnot equal: {', '.join(others) or 'see above'}")
     return 0 if equal else 1
 
 

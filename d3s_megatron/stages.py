@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from d3s_megatron.actor.config import ActorConfig
 from d3s_megatron.actor.exchange import share_out
@@ -22,12 +23,12 @@ from d3s_megatron.algorithms.schedules import Amounts
 from d3s_megatron.algorithms.token_selection import AllTokens
 from d3s_megatron.evaluate import rank_share
 from d3s_megatron.ragged import Ragged
-from d3s_megatron.rollout import RolloutEngine, Sampling, make_requests
+from d3s_megatron.rollout import Answers, Sampling, make_requests
 from d3s_megatron.types import Experience, Prompt, Rollout, Sample, Scores, Verdict
 
 
 def generate(
-    engine: RolloutEngine,
+    engine: Answers,
     prompts: Sequence[Prompt],
     num_samples: int,
     sampling: Sampling,
@@ -90,6 +91,11 @@ class Batch:
     keep: Ragged = Ragged.of((), torch.bool)
     dropped: tuple[Sample, ...] = ()  # rollouts that were not kept and are scored all the same, for comparison
 
+    def scored(self) -> tuple[Scores, ...]:
+        """The scores, after the stage that gives them."""
+        assert self.scores is not None, "this batch is not scored yet"
+        return self.scores
+
     def minibatches(self) -> list[slice]:
         """Where each mini-batch stands in the lists."""
         ends = torch.tensor(self.sizes).cumsum(0).tolist()
@@ -151,7 +157,7 @@ def update(
     loss: PolicyLoss,
     config: AlgorithmConfig,
     max_length: int,
-    reselect,
+    reselect: Callable[[Batch], Batch],
 ) -> tuple[Batch, list[UpdateResult]]:
     """Stages 9 and 10: `num_epochs` x `num_minibatches` optimizer steps; the batch has its scores after them.
 
@@ -198,25 +204,25 @@ def _step_tensors(
     num_heard = (keep.flat & speaks[keep.owner()]).sum()[None]
     counts = torch.cat([kept_counts(keep), kept_counts(scored), num_heard])
     of_kept, of_scored, num_heard = data_parallel_reduce(layout)(counts, "sum").split([3, 3, 1])
-    weights = token_weights(config.loss_normalization, keep, max_length, of_kept)
+    weights: Sequence[Tensor] = token_weights(config.loss_normalization, keep, max_length, of_kept)
     kl_weights = token_weights(config.loss_normalization, scored, max_length, of_scored) if kl_of_all else weights
     level = config.rollout_correction or "none"
     if level != "none":
         cap = config.rollout_correction_cap
         weights = [
             weight * correction(score.old_log_probs, torch.tensor(sample.rollout_log_probs), level, cap)
-            for weight, score, sample in zip(weights, batch.scores[part], samples, strict=True)
+            for weight, score, sample in zip(weights, batch.scored()[part], samples, strict=True)
         ]
     scores = None if batch.scores is None else batch.scores[part]
     return StepTensors(samples, scores, keep, scored, weights, kl_weights), bool(num_heard)
 
 
-def reselect_tokens(actor: MegatronActor, select):
+def reselect_tokens(actor: MegatronActor, select: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
     """For `update`: entropies of the present policy, old log-probs as they were, and a new selection."""
 
     def reselect(batch: Batch) -> Batch:
         fresh = actor.score(batch.samples, with_reference=False)
-        mixed = [replace(old, entropy=new.entropy) for old, new in zip(batch.scores, fresh, strict=True)]
+        mixed = [replace(old, entropy=new.entropy) for old, new in zip(batch.scored(), fresh, strict=True)]
         return select(replace(batch, scores=tuple(mixed)))
 
     return reselect
@@ -233,9 +239,9 @@ class Measured:
 def measure(batch: Batch, layout: Layout, also: Sequence[float] = ()) -> Measured:
     """Numbers of a batch that is scored and selected from; one collective over all ranks."""
     none = torch.zeros(0)
-    entropy = torch.cat([none, *(s.entropy for s in batch.scores)]).double()
+    entropy = torch.cat([none, *(s.entropy for s in batch.scored())]).double()
     keep = batch.keep.flat
-    old = torch.cat([none, *(s.old_log_probs for s in batch.scores)]).double()
+    old = torch.cat([none, *(s.old_log_probs for s in batch.scored())]).double()
     rollout = torch.tensor([p for s in batch.samples for p in s.rollout_log_probs]).double()
     diff = old - rollout
     k3 = torch.expm1(diff) - diff  # of KL(rollout || trainer)

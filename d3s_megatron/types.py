@@ -13,16 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
-# In-place reduction of a small tensor over the ranks that share one batch: reduce(tensor, "sum" | "max" | "min"). One
-# that has `rank` and `num_ranks` lets a caller put what each rank has side by side in one reduction.
+# In-place reduction of a small tensor over the ranks that share one batch: reduce(tensor, "sum" | "max" | "min").
 Reduce = Callable[[Tensor, str], Tensor]
+
+
+@runtime_checkable
+class RankedReduce(Protocol):
+    """A `Reduce` that lets a caller put what each rank has side by side in one reduction."""
+
+    @property
+    def rank(self) -> int: ...  # this one
+    @property
+    def num_ranks(self) -> int: ...
+    def __call__(self, tensor: Tensor, op: str, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

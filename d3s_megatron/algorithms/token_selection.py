@@ -44,8 +44,15 @@ class AllTokens:
     fixed_share: ClassVar[float | None] = 1.0
 
     def __call__(
-        self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
+        self,
+        samples: Sequence[Sample],
+        scores: Sequence[Scores] | None,
+        share: float,
+        seed: int,
+        step: int,
+        reduce: Reduce,
     ) -> Ragged:
+        """Per sample a mask [L] bool; the only selection that scores may come after."""
         return Ragged.full([len(sample.response_ids) for sample in samples], True)
 
 
@@ -61,7 +68,13 @@ class TopShare:
     fixed_share: float | None = None
 
     def __call__(
-        self, samples: Sequence[Sample], scores: Sequence[Scores], share: float, seed: int, step: int, reduce: Reduce
+        self,
+        samples: Sequence[Sample],
+        scores: Sequence[Scores] | None,
+        share: float,
+        seed: int,
+        step: int,
+        reduce: Reduce,
     ) -> Ragged:
         """Per sample a mask [L] bool; ties (see `settle_ties`) fall by (hash of seed, step and uid; position).
 
@@ -70,6 +83,7 @@ class TopShare:
             share: rho, in (0, 1].
             reduce: reduction over the data-parallel ranks.
         """
+        assert scores is not None, "entropies rank the tokens: scoring comes first"
         lengths = [len(sample.response_ids) for sample in samples]
         uids = torch.tensor([sample.uid for sample in samples], dtype=torch.int64)
         counts = torch.tensor(lengths, dtype=torch.int64)

@@ -137,8 +137,9 @@ def gather(record: StepRecord, actor: MegatronActor, layout: Layout, shown: Sequ
     def by_uid(uids: Tensor, values: Tensor, otherwise: float = 0) -> Tensor:
         return torch.full((num,), otherwise, dtype=values.dtype).index_copy(0, uids, values)
 
+    made_uids, statuses = made_all.view(-1, 2).unbind(1)
     return Gathered(
-        status=by_uid(*made_all.view(-1, 2).unbind(1)),
+        status=by_uid(made_uids, statuses),
         num_kept_tokens=by_uid(samples[:, 0], samples[:, 1]),
         mean_entropy=by_uid(samples[:, 0], floats_of(samples[:, 2]), float("nan")),
         histogram=numbers[:, 4:].sum(0).view(2, -1),
@@ -179,7 +180,7 @@ def _of_trained(record: StepRecord, wanted: set[int]) -> tuple[Tensor, Tensor, T
     uids = torch.tensor([sample.uid for sample in batch.samples], dtype=torch.int64)
     zero = torch.zeros(0)
     keep = batch.keep.flat
-    entropy = torch.cat([zero, *(score.entropy for score in batch.scores)])
+    entropy = torch.cat([zero, *(score.entropy for score in batch.scored())])
     advantages = torch.tensor([sample.advantage for sample in batch.samples], dtype=torch.float64)
     # As the selection computes it, to the last bit: a float32 product of the rounded advantage.
     score = settle_ties(advantages.abs().float().repeat_interleave(lengths) * entropy)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from d3s_megatron.audit.files import META, ROLLOUTS, rollout_file, write_table
-from d3s_megatron.types import Prompt, Request, Rollout, Verdict
+from d3s_megatron.types import FinishReason, Prompt, Request, Rollout, Verdict
 
 
 def _lists(rows: Sequence[Sequence[Any]], dtype: Any) -> pa.Array:
@@ -72,7 +72,7 @@ def load_rollouts(run: Path, step: int, rank: int = 0, world_size: int = 1) -> t
             if ids:
                 prompts[group] = Prompt(row["prompt_id"], "", tuple(ids), "")
             request = Request(row["uid"], group, prompts[group], seed=0)
-            finish = "length" if row["truncated"] else "stop"
+            finish: FinishReason = "length" if row["truncated"] else "stop"
             rollouts.append(Rollout(request, tuple(row["token_ids"]), tuple(row["log_probs"]), finish, ""))
             verdicts.append(Verdict(row["reward"], row["status"]))
     return rollouts, verdicts

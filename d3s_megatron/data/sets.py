@@ -31,8 +31,8 @@ def load_set(folder: str | Path, name: str, limit: int | None = None) -> list[Pr
     files = [place / f"{name}.{ending}" for place in places for ending in ("jsonl", "parquet")]
     found = next((file for file in files if file.is_file()), None)
     if found is None:
-        files = (file for place in places for ending in ("jsonl", "parquet") for file in place.glob(f"*.{ending}"))
-        others = ", ".join(sorted({file.stem for file in files})) or "none"
+        there = (file for place in places for ending in ("jsonl", "parquet") for file in place.glob(f"*.{ending}"))
+        others = ", ".join(sorted({file.stem for file in there})) or "none"
         raise ValueError(
             f"set {name!r}: no {name}.jsonl in {places[0]} or {places[1]} (sets there: {others}); give --data FOLDER, "
             "or fetch them where the network allows: python -m d3s_megatron.data.fetch --out data"

@@ -5,6 +5,8 @@ It shares no code with the actor, so it also finds what every layout would get w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,10 @@ def plain_update(model_path: str, outcome: dict, device: torch.device) -> dict:
     """Log-probs, entropies, loss, gradients and their norm for the tokens that `outcome` kept."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True).to(device)
-    model.get_input_embeddings().padding_idx = None  # torch would drop that token's gradient, as Megatron does not
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, local_files_only=True)
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it without saying that it is a method
+    embedding: Any = model.get_input_embeddings()
+    embedding.padding_idx = None  # torch would drop that token's gradient, as Megatron does not
     vocab_size = model.config.vocab_size
     requests = make_requests(prompts(vocab_size), GROUP, 5, 0)
     rollouts = FixedEngine(vocab_size).generate(requests, Sampling())

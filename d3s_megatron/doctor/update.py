@@ -23,7 +23,7 @@ from d3s_megatron.algorithms.config import AlgorithmConfig
 from d3s_megatron.algorithms.recipes import amounts, make_loss, make_recipe
 from d3s_megatron.doctor.faults import injected
 from d3s_megatron.learner import Learner
-from d3s_megatron.rewards import grade_rollouts
+from d3s_megatron.rewards import Reward, grade_rollouts
 from d3s_megatron.rollout import Sampling
 from d3s_megatron.types import Prompt, Request, Rollout, Verdict
 
@@ -62,11 +62,11 @@ class FixedEngine:
         return Rollout(request, ids, log_probs, "stop", str(request.uid))
 
 
-class FixedReward:
+class FixedReward(Reward):
     """Right for a third of the answers, unevenly over the groups."""
 
-    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts that depend on the uid, which is the answer's text, alone."""
+    def _grade(self, items: list[tuple[str, str]]) -> list[Verdict]:
+        # The uid, which is the answer's text, decides.
         return [Verdict(float((int(text) * 7919) % 11 < 4), "right") for text, _ in items]
 
 
@@ -122,7 +122,7 @@ def _by_uid(batch: stages.Batch, layout: Layout) -> dict[str, Tensor]:
     """What is known of every token, of all data-parallel ranks: one row a rollout, by uid."""
     num = NUM_PROMPTS * GROUP
     values = {name: torch.zeros(num, LONGEST) for name in ("log_probs", "entropy", "kept_tokens")}
-    for sample, scores, mask in zip(batch.samples, batch.scores, batch.keep, strict=True):
+    for sample, scores, mask in zip(batch.samples, batch.scored(), batch.keep, strict=True):
         values["log_probs"][sample.uid, : len(mask)] = scores.old_log_probs
         values["entropy"][sample.uid, : len(mask)] = scores.entropy
         values["kept_tokens"][sample.uid, : len(mask)] = mask.float() + 1  # 0: no token, 1: dropped, 2: kept

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,10 @@ def _generate(
         say("  nothing is left to hand out; waiting for the chunks of the other processes")
 
 
+def _say_graded(say: Say, name: str, done: int, num: int) -> None:
+    say(f"  {name}: {done} of {num} answers graded")
+
+
 def score(
     folder: Path, sets: Sequence[str], scoring: Scoring, out: Path, num_samples: int | None, say: Say
 ) -> list[Evaluation]:
@@ -206,7 +211,7 @@ def score(
                 reward,
                 scoring.rewards,
                 out / grading.FOLDER / f"{name}.jsonl",
-                lambda done, num, name=name: say(f"  {name}: {done} of {num} answers graded"),
+                partial(_say_graded, say, name),
             )
             ks = scoring.ks_for(len(answers[0]))
             evaluations.append(summarise(name, answers, ks, scoring.seed, scoring.pass_kind))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
@@ -31,6 +33,14 @@ def _finalise_tensor(z: Tensor) -> Tensor:
     return z ^ _logical_shift(z, 31)
 
 
+@overload
+def mix64(*words: int) -> int: ...
+@overload
+def mix64(first: Tensor, /, *words: int | Tensor) -> Tensor: ...
+@overload
+def mix64(first: int, second: Tensor, /, *words: int | Tensor) -> Tensor: ...
+@overload
+def mix64(first: int, second: int, third: Tensor, /, *words: int | Tensor) -> Tensor: ...
 def mix64(*words: int | Tensor) -> int | Tensor:
     """Hash words to one signed 64-bit key; a tensor where any word is one (int64, broadcast), else an int.
 
@@ -47,9 +57,10 @@ def mix64(*words: int | Tensor) -> int | Tensor:
             word = word.long()
         else:
             word = _signed(int(word))
-        if isinstance(state, Tensor) or isinstance(word, Tensor):
-            base = state + _signed(_GOLDEN) if isinstance(state, Tensor) else _signed(state + _GOLDEN)
-            state = _finalise_tensor(base ^ word)
+        if isinstance(state, Tensor):
+            state = _finalise_tensor((state + _signed(_GOLDEN)) ^ word)
+        elif isinstance(word, Tensor):
+            state = _finalise_tensor(word ^ _signed(state + _GOLDEN))
         else:
             state = _finalise_int(((state + _GOLDEN) & _MASK) ^ (word & _MASK))
     return state if isinstance(state, Tensor) else _signed(state)

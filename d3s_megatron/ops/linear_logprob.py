@@ -107,7 +107,7 @@ class _LinearLogprob(torch.autograd.Function):
         num_valid, c, _, entropy_grad, tile = ctx.settings
         num_tokens = len(hidden)
         grad_log_prob = grad_log_prob.contiguous()
-        grad_entropy = grad_entropy.contiguous() if entropy_grad else None
+        wanted_grad_entropy = grad_entropy.contiguous() if entropy_grad else None
         wide = row_stats.stats_dtype(hidden)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         # d hidden is a sum over tiles: in float32, so that the number of tiles does not show in it
@@ -122,7 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
             torch.mm(hidden, part.t(), out=logits)
             saved = (m, log_z, entropy)
             on_tile = _on_tile(local, first, last)
-            row_stats.backward(logits, logits, on_tile, last - first, c, saved, grad_log_prob, grad_entropy)
+            row_stats.backward(logits, logits, on_tile, last - first, c, saved, grad_log_prob, wanted_grad_entropy)
             if d_hidden is not None:
                 add_product(d_hidden, logits, part)
             if d_weight is not None:

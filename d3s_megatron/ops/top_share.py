@@ -13,7 +13,7 @@ from torch import Tensor
 from d3s_megatron.ops import extension
 from d3s_megatron.ops.checks import is_real, require, require_vector
 from d3s_megatron.ops.cuda import cuda_kernels, select_share
-from d3s_megatron.types import Reduce
+from d3s_megatron.types import RankedReduce, Reduce
 
 LAST = (1 << 63) - 1  # the largest (uid, position) coordinate: a cut there takes every tie
 DIGIT = 11  # bits a round looks at: a histogram of 2048 int64 is 16 KB to reduce
@@ -79,10 +79,9 @@ def _select(
     require_vector("uid", uid, torch.int64, scores)
     require_vector("position", position, torch.int64, scores)
     require(is_real(rho) and 0.0 <= rho <= 1.0, f"rho={rho}; pass a share from 0 to 1")
-    num_ranks = getattr(reduce, "num_ranks", 1 if reduce is None else 0)
     reduce = reduce or _alone
-    if 1 < num_ranks <= FEW_RANKS and scores.device.type == "cpu":
-        sizes = torch.zeros(num_ranks, dtype=torch.int64)
+    if isinstance(reduce, RankedReduce) and 1 < reduce.num_ranks <= FEW_RANKS and scores.device.type == "cpu":
+        sizes = torch.zeros(reduce.num_ranks, dtype=torch.int64)
         sizes[reduce.rank] = len(scores)
         if int(reduce(sizes, "sum").sum()) <= FEW_SCORES:
             cut = gathered_cut(scores, rho, uid, position, reduce, sizes)
@@ -201,7 +200,9 @@ def reference_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, red
     return ShareCut(threshold, tie_uid, tie_position, k, n)
 
 
-def gathered_cut(scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: Reduce, sizes: Tensor) -> ShareCut:
+def gathered_cut(
+    scores: Tensor, rho: float, uid: Tensor, position: Tensor, reduce: RankedReduce, sizes: Tensor
+) -> ShareCut:
     """The same of a batch so small that one reduction may hold it: every rank ranks all; sizes [ranks] int64."""
     rows = torch.zeros(3, int(sizes.sum()), dtype=torch.int64)
     start = int(sizes[: reduce.rank].sum())
@@ -271,7 +272,8 @@ def fast_select(
     if broken:
         bad = torch.zeros(2, dtype=torch.int64)
         top.count_broken(bad)
-        refuse_not_finite(*reduce(bad, "sum").tolist(), n)
+        num_nan, num_inf = reduce(bad, "sum").tolist()
+        refuse_not_finite(num_nan, num_inf, n)
     if not above < k <= above + inside:
         counts.zero_()
         top.split(LEAST_KEY, LARGEST_KEY, mask, counts)

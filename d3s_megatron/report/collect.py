@@ -63,7 +63,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A training step stands at the number of steps done after it, as an evaluation does. Seconds are those of training
     steps, summed; an evaluation's own time is not in them.
     """
-    x: dict[str, list[float]] = {"step": [], "tokens": [], "seconds": []}
+    x: dict[str, list[float | None]] = {"step": [], "tokens": [], "seconds": []}
     places: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
     tokens, seconds = 0, 0.0
@@ -96,7 +96,7 @@ def rounded(value: Any) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def stage_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def stage_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Mean seconds a step of every stage, what no stage took under "other"."""
     steps = [row for row in rows if "progress" in row and row.get("time/step") is not None]
     if not steps:
@@ -219,6 +219,10 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def _percent(row: Mapping[str, str], name: str) -> float:
+    return float(row.get(name) or "nan") * 100
+
+
 def paper_table(folders: Mapping[str, Path]) -> dict[str, Any]:
     """The paper's rows and, below, ours: what `d3s_megatron.evaluate` wrote into a run's folder, or any folder given.
 
@@ -231,10 +235,13 @@ def paper_table(folders: Mapping[str, Path]) -> dict[str, Any]:
             with path.open(newline="", encoding="utf-8") as file:
                 found = {row["set"]: row for row in csv.DictReader(file)}
             whole = [row for n in paper.SETS if (row := found.get(n)) and int(row["num_problems"]) == NUM_PROBLEMS[n]]
-            pairs = {row["set"]: tuple(float(row.get(f"pass@{k}") or "nan") * 100 for k in (1, 8)) for row in whole}
+            pairs = {row["set"]: (_percent(row, "pass@1"), _percent(row, "pass@8")) for row in whole}
             cells = [paper.text_of(pairs.get(n)) for n in paper.SETS]
-            average = tuple(sum(column) / len(pairs) for column in zip(*pairs.values(), strict=True)) if pairs else None
-            cells.append(paper.text_of(average) if len(pairs) == len(paper.SETS) else "")
+            average = ""
+            if len(pairs) == len(paper.SETS):
+                first, eighth = (sum(column) / len(pairs) for column in zip(*pairs.values(), strict=True))
+                average = paper.text_of((first, eighth))
+            cells.append(average)
             ours.append([name if path.parent == folder else f"{name}, {path.parent.name}", *cells])
     if not ours:
         ours = [[name, *[""] * (len(paper.SETS) + 1)] for name in folders]

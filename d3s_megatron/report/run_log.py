@@ -124,7 +124,10 @@ class RunLog:
             for name, value in row.items()
             if isinstance(value, (int, float)) and name != "step"
         ]
-        self._board.file_writer.add_summary(Summary(value=values), row["step"])  # one event for all of a row
+        # One event for all of a row.
+        self._board.file_writer.add_summary(  # type: ignore[attr-defined]  # torch declares what it sets as None
+            Summary(value=values), row["step"]
+        )
         if self._trackers:
             self._trackers.log(row, row["step"] + ("progress" in row))  # steps done, as an evaluation says it
 

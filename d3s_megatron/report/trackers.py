@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class Trackio:
         self._trackio.finish()
 
 
-TRACKERS = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
 def check_installed(names: Sequence[str]) -> None:

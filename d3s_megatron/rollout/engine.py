@@ -43,8 +43,8 @@ def check_length(request: Request, sampling: Sampling, limit: int, whose: str) -
         )
 
 
-class RolloutEngine(Protocol):
-    """Prompts in, answers out, with weights that can be replaced between two calls."""
+class Answers(Protocol):
+    """Prompts in, answers out."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """One rollout a request, in request order.
@@ -58,6 +58,10 @@ class RolloutEngine(Protocol):
         top-p or top-k cut it. Greedy decoding reports those at temperature 1.
         """
         ...
+
+
+class RolloutEngine(Answers, Protocol):
+    """Prompts in, answers out, with weights that can be replaced between two calls."""
 
     def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> list[tuple[str, Rollout]]:
         """All requests answered by every engine behind this one, to compare them; a collective where `generate` is.

@@ -124,7 +124,7 @@ def answer_of(store: dist.Store, what: str, rank: int) -> str | None:
 def _gloo(store: dist.Store, place: Place, own_address: str, timeout: datetime.timedelta) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     where = {"interface": interface} if interface else {"hostname": own_address}
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices = [dist.ProcessGroupGloo.create_device(**where)]
     options._threads, options._timeout = 2, timeout
     return dist.ProcessGroupGloo(store, place.rank, place.size, options)

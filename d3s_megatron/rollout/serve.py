@@ -32,13 +32,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from d3s_megatron.convert import HFFolder, read_shape
+from d3s_megatron.convert import HFFolder, ModelShape, read_shape
 from d3s_megatron.rollout import lockstep
 from d3s_megatron.rollout.config import RolloutConfig
 from d3s_megatron.rollout.engine import RolloutEngine
 from d3s_megatron.rollout.group import BroadcastReader, Membership, device_name
 from d3s_megatron.rollout.make import make_engine
-from d3s_megatron.rollout.serving import Call, Stale, Weights, Worker
+from d3s_megatron.rollout.serving import Call, Stale, StepwiseEngine, Weights, Worker
 from d3s_megatron.rollout.wire import Checksum, WeightReader, pack_rollouts, unpack_requests
 
 HEARTBEAT_SECONDS = 5.0  # a call that waits sends a blank so often: silence means that the server is gone
@@ -51,7 +51,14 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, engine: RolloutEngine, model: Path, config: RolloutConfig, max_model_len: int, **place) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine | StepwiseEngine,
+        model: Path,
+        config: RolloutConfig,
+        max_model_len: int,
+        **place: Any,
+    ) -> None:
         """Listens at once, in threads; `place` is host (default 127.0.0.1) and port (default 0, a free one)."""
         host = place.get("host", "127.0.0.1")
         super().__init__((host, place.get("port", 0)), Handler)
@@ -229,7 +236,9 @@ def main(argv: list[str]) -> int:
         longest = min(args.max_model_len or shape.max_positions, shape.max_positions)
         if num_ranks > 1 and args.engine == "transformers":
             raise ValueError("the transformers engine runs on one device: start it without torchrun, or take vllm")
-        engine = make_engine(args.model, config, longest, args.device, colocated=num_ranks > 1)
+        engine: RolloutEngine | StepwiseEngine = make_engine(
+            args.model, config, longest, args.device, colocated=num_ranks > 1
+        )
     except ValueError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2
@@ -252,7 +261,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def shape_facts(shape) -> dict[str, str]:
+def shape_facts(shape: ModelShape) -> dict[str, str]:
     """What run and server must agree on; the type of the weights may differ."""
     return {name: str(value) for name, value in asdict(shape).items() if name != "dtype"}
 

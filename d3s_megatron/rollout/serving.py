@@ -9,15 +9,26 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from d3s_megatron.rollout.engine import RolloutEngine, Sampling
 from d3s_megatron.types import Request, Rollout
+
+
+@runtime_checkable
+class StepwiseEngine(Protocol):
+    """An engine that takes new requests between two decoding steps; see `VllmEngine` and `lockstep.Leader`."""
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> list[str]: ...
+    def step(self) -> list[tuple[str, Callable[[Request], Rollout]]]: ...
+    def abort(self) -> None: ...
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Stale(RuntimeError):
@@ -46,11 +57,11 @@ class Weights:
 class Worker:
     """Runs an engine in a thread of its own; everything else talks to it through `put`."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine | StepwiseEngine) -> None:
         self.version = ""  # no weights that a run knows by name
         self._engine = engine
         self._jobs: queue.SimpleQueue[Call | Weights | _End] = queue.SimpleQueue()
-        self._running = _Stepwise(engine) if hasattr(engine, "step") else _AtOnce(engine)
+        self._running = _Stepwise(engine) if isinstance(engine, StepwiseEngine) else _AtOnce(engine)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
@@ -139,7 +150,7 @@ class _AtOnce:
 class _Stepwise:
     """For an engine that takes new requests between two decoding steps: calls of several ranks run together."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: StepwiseEngine) -> None:
         self._engine = engine
         self._slots: dict[str, tuple[Call, int]] = {}
         self._done: dict[Call, dict[int, Rollout]] = {}

@@ -79,7 +79,7 @@ def frame(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[bytes, bytes]:
     text = io.BytesIO()
     _Pickler(text, protocol=2).dump(_Tensor(dtype, size))
     hole = _Hole()
-    with zipfile.ZipFile(hole, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(hole, "w", zipfile.ZIP_STORED) as archive:
         for name, data in (("data.pkl", text.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(_entry(f"archive/{name}"), data)
         entry = _entry(_DATA)

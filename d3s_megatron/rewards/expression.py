@@ -8,18 +8,14 @@ Grammar, loosest first: sum, product (explicit, `/`, and implicit), sign, power,
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from d3s_megatron.rewards.tokens import Cursor, Unreadable, tokens_of
+
 MAX_DEPTH = 40
-MAX_TOKENS = 2000
 MAX_DIGITS = 2000  # of one literal; Python itself refuses to read more than 4300
-
-
-class Unreadable(ValueError):
-    """The text is not an expression this module knows."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +26,6 @@ class Node:
     args: tuple[Any, ...]
 
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d*)?|\.\d+)|(?P<command>\\[a-zA-Z]+|\\[{}|])|(?P<letter>[a-zA-Z])|(?P<mark>[-+*/^_!(){}\[\]|,']))"
-)
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot"}
 _NAMED = set("sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh exp ln log lg".split())
 _GREEK = set(
@@ -52,21 +45,7 @@ def read_expression(text: str) -> Node:
     Raises:
         Unreadable: it is no expression, or has constructions that are not known here.
     """
-    return _Reader(_tokens(text)).read()
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    tokens: list[tuple[str, str]] = []
-    position, text = 0, text.strip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if not match or len(tokens) >= MAX_TOKENS:
-            raise Unreadable(f"unexpected character at {position}")
-        kind = match.lastgroup
-        assert kind is not None
-        tokens.append((kind, match[kind]))
-        position = match.end()
-    return tokens
+    return _Reader(tokens_of(text)).read()
 
 
 _ONE = Node("num", (Fraction(1),))
@@ -76,10 +55,10 @@ def _multiply(factors: list[Node]) -> Node:
     return Node("mul", tuple(factors)) if len(factors) > 1 else factors[0]
 
 
-class _Reader:
+class _Reader(Cursor):
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
-        self._tokens, self._position, self._depth = tokens, 0, 0
-        self._in_bars = 0
+        super().__init__(tokens)
+        self._depth = self._in_bars = 0
 
     def read(self) -> Node:
         if not self._tokens:
@@ -88,21 +67,6 @@ class _Reader:
         if self._position < len(self._tokens):
             raise Unreadable(f"unexpected {self._peek()}")
         return node
-
-    def _peek(self, ahead: int = 0) -> str:
-        position = self._position + ahead
-        return self._tokens[position][1] if position < len(self._tokens) else ""
-
-    def _kind(self, ahead: int = 0) -> str:
-        position = self._position + ahead
-        return self._tokens[position][0] if position < len(self._tokens) else ""
-
-    def _take(self, *expected: str) -> str:
-        token = self._peek()
-        if not token or (expected and token not in expected):
-            raise Unreadable(f"expected {expected}, found {token!r}")
-        self._position += 1
-        return token
 
     def _sum(self) -> Node:
         terms = [self._product()]
@@ -313,39 +277,8 @@ class _Reader:
             return Node("neg", (self._power(),))
         return self._power()
 
-    def _raw_until_close(self) -> str:
-        """The tokens up to the bracket that closes the one just taken, which is taken too."""
-        depth = 1
-        inside: list[str] = []
-        while True:
-            token = self._take()
-            depth += (token in "{(") - (token in "})")
-            if not depth:
-                return "".join(inside)
-            inside.append(token)
-
     def _symbol(self, name: str) -> Node:
-        while True:
-            if self._peek() == "'":
-                self._take()
-                name += "'"
-            elif self._peek() == "_":
-                self._take()
-                if self._peek() == "{":
-                    self._take()
-                    name += "_" + self._raw_until_close()
-                else:
-                    name += "_" + self._take()
-            elif self._peek() == "^" and r"\prime" in (self._peek(1), self._peek(2)):
-                self._take("^")
-                if self._peek() == "{":
-                    self._take()
-                    name += self._raw_until_close().replace(r"\prime", "'")
-                else:
-                    self._take()
-                    name += "'"
-            else:
-                break
+        name = self._spelled(name)
         known = name.split("_")[0].rstrip("'") in _UNKNOWN_FUNCTIONS
         at_a_number = self._kind(1) == "number" and self._peek(2) == ")"  # I(0) is no product with 0
         if self._peek() == "(" and (known or at_a_number):

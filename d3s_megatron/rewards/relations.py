@@ -13,9 +13,10 @@ import mpmath
 
 from d3s_megatron.rewards.clean import squeeze
 from d3s_megatron.rewards.evaluation import TooLarge, evaluate, precision
-from d3s_megatron.rewards.expression import Node, Unreadable, read_expression, symbols
+from d3s_megatron.rewards.expression import Node, read_expression, symbols
 from d3s_megatron.rewards.identity import sample_point
 from d3s_megatron.rewards.shapes import Interval, Items, Relation, Shape, Union, Value, Words
+from d3s_megatron.rewards.tokens import Unreadable
 
 Same = Callable[[Shape, Shape], bool]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from d3s_megatron.rewards.clean import squeeze
-from d3s_megatron.rewards.expression import Node, Unreadable, read_expression
+from d3s_megatron.rewards.expression import Node, read_expression
 from d3s_megatron.rewards.identity import same_expression
 from d3s_megatron.rewards.library import can_be_read, can_try, library_equal, library_reads
 from d3s_megatron.rewards.numbers import Decimal, read_number, rounds_to
+from d3s_megatron.rewards.tokens import Unreadable
 from d3s_megatron.rewards.units import Quantity, take_off_unit, units_conflict
 
 _BASED = re.compile(

@@ -1,7 +1,7 @@
 # Every target does its own set-up: a virtual environment in .venv, the packages, the compiled extension.
 #
 #   make quickstart [SEED=0]   train a tiny model with D3S, two processes, no GPU (at most 4 minutes after set-up)
-#   make test                  every test that needs no GPU (at most 10 minutes)
+#   make test                  every test that needs no GPU (10 minutes is the aim on two quiet cores)
 #   make test-vllm             the vLLM engine's tests, on the CPU, in an environment of their own (about 4 GB)
 #   make lint                  ruff, mypy and clang-format, as CI runs them
 #   make clean                 remove .venv and what was built

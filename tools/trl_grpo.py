@@ -122,6 +122,8 @@ def main(path: Path) -> None:
         callbacks=[log],
     )
     trainer.train()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # its threads may abort an interpreter that ends before them
     if log.main:
         losses = [row["train_loss"] for row in trainer.state.log_history if "train_loss" in row]
         assert all(math.isfinite(loss) for loss in losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import overload
 
@@ -54,6 +55,7 @@ class Ragged(Sequence[Tensor]):
         last = max(first, last)
         return Ragged(self.flat[ends[first] : ends[last]], self.lengths[first:last])
 
+    @cached_property
     def owner(self) -> Tensor:
-        """[sum L] int64, which sample each token is of."""
+        """[sum L] int64, which sample each token is of; made once, as counts, weights and losses all ask for it."""
         return torch.arange(len(self)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))

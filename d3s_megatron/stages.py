@@ -201,7 +201,7 @@ def _step_tensors(
     if kl_of_all or loss.reads_all_tokens:
         scored = Ragged.full(keep.lengths, True)
     speaks = torch.tensor([sample.advantage != 0 or bool(loss.kl_beta) for sample in samples], dtype=torch.bool)
-    num_heard = (keep.flat & speaks[keep.owner()]).sum()[None]
+    num_heard = (keep.flat & speaks[keep.owner]).sum()[None]
     counts = torch.cat([kept_counts(keep), kept_counts(scored), num_heard])
     of_kept, of_scored, num_heard = data_parallel_reduce(layout)(counts, "sum").split([3, 3, 1])
     weights: Sequence[Tensor] = token_weights(config.loss_normalization, keep, max_length, of_kept)

@@ -32,7 +32,7 @@ class StepTensors:
         refs = [score.ref_log_probs for score in scores if score.ref_log_probs is not None]
         assert len(refs) in (0, len(scores)), "a reference is scored for all samples or for none"
         keep = Ragged.of(self.keep, torch.bool)
-        owner = keep.owner()
+        owner = keep.owner
         return LossBatch(
             old_log_probs=None if self.scores is None else torch.cat([none, *(s.old_log_probs for s in scores)]),
             rollout_log_probs=torch.tensor([p for sample in self.samples for p in sample.rollout_log_probs]),

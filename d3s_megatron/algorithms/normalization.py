@@ -17,7 +17,7 @@ def kept_counts(keep: Sequence[Tensor]) -> Tensor:
 
 
 def _num_kept(keep: Ragged) -> Tensor:
-    return torch.bincount(keep.owner()[keep.flat], minlength=len(keep))  # [n]
+    return torch.bincount(keep.owner[keep.flat], minlength=len(keep))  # [n]
 
 
 def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Tensor) -> Ragged:
@@ -46,4 +46,4 @@ def token_weights(kind: str, keep: Sequence[Tensor], max_length: int, counts: Te
     }[kind]
     per_sample = {"seq_mean_selected": num_kept.clamp(min=1), "seq_mean_full": lengths}.get(kind)
     coefficient = torch.ones(len(keep), dtype=torch.float64) if per_sample is None else 1.0 / per_sample.double()
-    return Ragged(keep.flat * (coefficient / total).float()[keep.owner()], keep.lengths)
+    return Ragged(keep.flat * (coefficient / total).float()[keep.owner], keep.lengths)

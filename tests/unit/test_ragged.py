@@ -15,6 +15,6 @@ def test_it_is_the_list_of_its_tensors(rows, first, last):
     assert [ragged[i].tolist() for i in range(-len(rows), len(rows))] == rows + rows
     assert [one.tolist() for one in ragged[first:last]] == rows[first:last]
     assert ragged.flat.tolist() == [value for row in rows for value in row] and ragged.flat.dtype == torch.int64
-    assert ragged.owner().tolist() == [i for i, row in enumerate(rows) for _ in row]
+    assert ragged.owner.tolist() == [i for i, row in enumerate(rows) for _ in row]
     assert Ragged.of(ragged) is ragged
     assert [one.tolist() for one in Ragged.full(ragged.lengths, True)] == [[True] * len(row) for row in rows]
